@@ -1,0 +1,93 @@
+"""What is simulated: tasks as arrays, apart from how long they take and what memory they hold.
+
+A `Topology` depends only on the plan's shape (stages, schedule, micro-batches) and is shared by many plans;
+`Durations` and `MemoryDeltas` are per class of task, so that a plan is a few numbers per stage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import numpy as np
+
+__all__ = ["MEMORY_KINDS", "Durations", "MemoryDeltas", "Program", "TaskKind", "Topology"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+class TaskKind(IntEnum):
+    FORWARD = 0
+    BACKWARD = 1
+    BACKWARD_INPUT = 2
+    BACKWARD_WEIGHT = 3
+    SEND = 4  # a point-to-point transfer
+    REDUCE = 5  # a gradient collective
+    OPTIMIZER = 6
+
+
+MEMORY_KINDS = (
+    "parameters", "gradients", "optimizer state", "activations", "stage inputs", "transients", "communication buffers",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Topology:
+    """Tasks 0 … n-1 and their order. Task i starts when all `predecessors` have ended (each plus its lag) and the task before it
+    on its `resource` has ended; resource -1 is no resource (a pure delay).
+
+    `order` is one topological order of both relations; `resource_order[resource_indptr[r]:resource_indptr[r+1]]` is the
+    static order on resource r. `lag` holds, per predecessor edge, a lag class or -1. Resources 0 … groups-1 are the device groups (one
+    row per class of ranks that behave alike); links follow.
+    """
+
+    resource: Ints
+    kind: Ints
+    stage: Ints
+    micro_batch: Ints
+    task_class: Ints
+    indptr: Ints
+    predecessors: Ints
+    lag: Ints
+    order: Ints
+    resource_indptr: Ints
+    resource_order: Ints
+    resource_names: tuple[str, ...]
+    groups: int
+    class_names: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        return len(self.resource)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Durations:
+    """Seconds per task class and per lag class."""
+
+    task_s: Floats
+    lag_s: Floats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryDeltas:
+    """Bytes per device (the largest device of a group). `static[g, k]` is held throughout by group g;
+    a task adds `start[c, k]` when it starts and `end[c, k]` (usually negative) when it ends, and holds
+    `within[c, k]` besides while it runs. Columns are `MEMORY_KINDS`."""
+
+    static: Table
+    start: Table
+    end: Table
+    within: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """One plan lowered. `multiplicity[g]` ranks behave like group g's row."""
+
+    topology: Topology
+    durations: Durations
+    memory: MemoryDeltas
+    multiplicity: tuple[int, ...]
