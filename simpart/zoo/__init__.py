@@ -1,0 +1,66 @@
+"""Classic workloads as real nn.Modules, built from dimensions. Each returns the scalar loss from its inputs.
+
+Importing this package does not import torch; building a model does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from simpart.zoo.dims import Dims, GPTDims, LlamaDims, ResNetDims, UNetDims
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+__all__ = ["MODELS", "Dims", "GPTDims", "LlamaDims", "ResNetDims", "UNetDims", "ZooFactory", "parameter_count"]
+
+# name -> (dims, module:function that builds it from the dims)
+MODELS: Mapping[str, tuple[type[Dims], str]] = {
+    "gpt": (GPTDims, "simpart.zoo.gpt:GPT"),
+    "llama": (LlamaDims, "simpart.zoo.llama:Llama"),
+    "resnet50": (ResNetDims, "simpart.zoo.resnet:ResNet"),
+    "unet": (UNetDims, "simpart.zoo.unet:UNet"),
+}
+
+
+def parameter_count(dims: Dims) -> int:
+    """Parameters of the model in closed form (the formula stands at each dims class), tied ones once."""
+    return dims.parameter_count
+
+
+@dataclass(frozen=True, slots=True)
+class ZooFactory:
+    """`factory(micro_batch)` gives the module and valid example inputs (zeros); `inputs` alone draws random ones."""
+
+    name: str
+    dims: Dims
+
+    def __call__(self, micro_batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+        return self.build(), self.inputs(micro_batch)
+
+    def build(self) -> nn.Module:
+        """The module in torch's default dtype, initialised from torch's global seed."""
+        module, _, function = MODELS[self.name][1].partition(":")
+        model: nn.Module = getattr(importlib.import_module(module), function)(self.dims)
+        return model
+
+    def inputs(self, micro_batch: int, generator: torch.Generator | None = None) -> tuple[torch.Tensor, ...]:
+        """Inputs for one micro-batch: zeros, or with a generator random tokens, pixels and labels."""
+        from simpart.zoo import inputs
+
+        draw: Any = inputs.tokens if isinstance(self.dims, GPTDims | LlamaDims) else inputs.images
+        found: tuple[torch.Tensor, ...] = draw(self.dims, micro_batch, generator)
+        return found
+
+    @property
+    def tokens_per_sample(self) -> int:
+        """Tokens in one sample of a language model, 1 for an image."""
+        return self.dims.tokens_per_sample
+
+    @property
+    def parameter_count(self) -> int:
+        return self.dims.parameter_count
