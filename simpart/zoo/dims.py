@@ -15,12 +15,13 @@ def positive(dims: Dims) -> None:
     """Raise UserError unless every integer dimension is at least 1 and no float is negative."""
     for item in fields(dims):
         value = getattr(dims, item.name)
-        for number in value if isinstance(value, tuple) else (value,):
-            if number < (0 if isinstance(number, bool | float) else 1):
-                rule = "not be negative" if isinstance(number, float) else "be at least 1"
-                raise UserError(
-                    f"{item.name} must {rule}, got {item.name}={number}; try {item.name}={item.default or 1}"
-                )
+        numbers = value if isinstance(value, tuple) else (value,)
+        if isinstance(value, float) and value < 0:
+            raise UserError(f"{item.name} must not be negative, got {item.name}={value:g}; try {item.name}=0")
+        if not isinstance(value, float | bool) and min(numbers, default=1) < 1:
+            spelled, usual = "-".join(map(str, numbers)), item.default or "1"
+            usual = "-".join(map(str, usual)) if isinstance(usual, tuple) else usual
+            raise UserError(f"{item.name} must be at least 1, got {item.name}={spelled}; try {item.name}={usual}")
 
 
 def divides(divisor: str, value: int, name: str, whole: int) -> None:
@@ -65,7 +66,7 @@ class GPTDims:
 class LlamaDims:
     """A Llama: RMSNorm, rotary positions, grouped-query attention, SwiGLU. Defaults are Llama-2 7B.
 
-    `kv_heads` 0 means as many as `heads`; `ffn` 0 means 8/3 · hidden rounded up to a multiple of 256. Both are then filled in.
+    `kv_heads` 0 becomes `heads`; `ffn` 0 becomes 8/3 · hidden rounded up to a multiple of 256.
     """
 
     layers: int = 32
@@ -102,7 +103,7 @@ class LlamaDims:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResNetDims:
-    """A ResNet of bottleneck blocks (expansion 4); `blocks` counts them in each stage, `width` is the first stage's. Defaults: ResNet-50."""
+    """A ResNet of bottleneck blocks (expansion 4): so many `blocks` in each stage. Defaults are ResNet-50."""
 
     image: int = 224
     classes: int = 1000
@@ -127,12 +128,12 @@ class ResNetDims:
 
     @property
     def parameter_count(self) -> int:
-        """Stem `149w`, blocks `nw + 2n + 9n² + 2n + 4n² + 8n` (input w, width n), `4nw + 8n` per projection, head `(w + 1)·classes`."""
+        """Stem 149w; a block of width n on w channels nw + 13n² + 12n, its projection 4nw + 8n; head (w + 1)·classes."""
         total, w = 149 * self.width, self.width
         for stage, count in enumerate(self.blocks):
             n = self.width * 2**stage
             for block in range(count):
-                total += n * w + 2 * n + 9 * n * n + 2 * n + 4 * n * n + 8 * n
+                total += n * w + 13 * n * n + 12 * n
                 total += 4 * n * w + 8 * n if block == 0 else 0
                 w = 4 * n
         return total + (w + 1) * self.classes
