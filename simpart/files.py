@@ -47,7 +47,9 @@ def write_atomically(path: Path | str, data: bytes | str) -> None:
                 os.unlink(temporary)
 
 
-def write_document(path: Path | str, kind: str, version: int, content: dict[str, Any], *, compress: bool = False) -> None:
+def write_document(
+    path: Path | str, kind: str, version: int, content: dict[str, Any], *, compress: bool = False
+) -> None:
     """Write `content` as a JSON document that says what it is; gzip with a fixed header when `compress`."""
     text = dump_json({"kind": kind, "version": version, **content}, indent=None if compress else 1)
     write_atomically(path, gzip.compress(text.encode(), mtime=0) if compress else text + "\n")
@@ -78,5 +80,7 @@ def read_document(path: Path | str, kind: str, version: int) -> dict[str, Any]:
         raise FormatError(f"{path} is {f'a {found}' if found else 'something else'}, not a {kind}")
     found_version = content.get("version")
     if not isinstance(found_version, int) or found_version > version:
-        raise FormatError(f"{path} has {kind} version {found_version}; this simpart reads up to {version}: update simpart")
+        raise FormatError(
+            f"{path} has {kind} version {found_version}; this simpart reads up to {version}: update simpart"
+        )
     return content

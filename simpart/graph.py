@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -124,12 +124,13 @@ class Flat:
     kernel_value_spec: tuple[TensorSpec, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
     """A captured training step of one precision, for any micro-batch >= 2 (and 1, unless `at_one` holds its own structure).
 
     `loss` is the op-level value number of the scalar loss; `gradients` maps each trainable parameter's global op-level value
-    number to the kernel-level value that is its gradient. `model` is the spec it was captured from.
+    number to the kernel-level value that is its gradient. `model` is the spec it was captured from. Two Graphs are the same when their
+    `fingerprint` is; `==` is identity.
     """
 
     model: str
@@ -142,7 +143,6 @@ class Graph:
     joined: tuple[tuple[int, ...], ...] = ()  # indivisible groups that span calls, as op indices
     tokens_per_sample: int = 1
     at_one: Graph | None = None
-    _cache: dict[str, Any] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     # --- which graph, which name -------------------------------------------------------------------------------------
     def at(self, micro_batch: int) -> Graph:
@@ -240,7 +240,9 @@ class Graph:
             if self.op_classes[mine_op].outputs != other.op_classes[their_op].outputs:
                 raise MismatchError(f"the graphs differ in the shapes of op {self.op_ids[i]}; capture the same model")
         counts = f"{len(self.op_ids)} against {len(other.op_ids)} ops"
-        raise MismatchError(f"the graphs differ ({counts}, equal as far as both go); capture the same model and precision")
+        raise MismatchError(
+            f"the graphs differ ({counts}, equal as far as both go); capture the same model and precision"
+        )
 
 
 def fill(pattern: str, variables: tuple[str, ...]) -> str:

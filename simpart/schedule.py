@@ -51,7 +51,9 @@ def one_f_one_b(group_of_stage: Sequence[int], micro_batches: int) -> Rows:
     """
     stages = len(group_of_stage)
     if len(set(group_of_stage)) != stages:
-        raise UnsupportedError("schedule 1f1b needs one stage per device group; use gpipe, or give the actions explicitly")
+        raise UnsupportedError(
+            "schedule 1f1b needs one stage per device group; use gpipe, or give the actions explicitly"
+        )
     rows: list[tuple[Action, ...]] = [()] * stages
     for s, group in enumerate(group_of_stage):
         warm_up = min(stages - s, micro_batches)
@@ -127,7 +129,9 @@ def parse_rows(text: str) -> Rows:
         for cell in filter(None, map(str.strip, line.split(","))):
             match = _ACTION.fullmatch(cell)
             if match is None:
-                raise UserError(f"row {number}: {cell!r} is not an action; write stage, F, B, I or W, micro-batch, as in 0F3")
+                raise UserError(
+                    f"row {number}: {cell!r} is not an action; write stage, F, B, I or W, micro-batch, as in 0F3"
+                )
             row.append(Action(int(match[1]), match[2], int(match[3])))  # type: ignore[arg-type]
         rows.append(tuple(row))
     return tuple(rows)

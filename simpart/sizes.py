@@ -128,5 +128,3 @@ class TensorSpec:
             return TensorSpec(dims, content[1], tuple(range(len(dims))))
         strides = None if content[3] is None else tuple(size_from_json(s) for s in content[3])
         return TensorSpec(dims, content[1], None if content[2] is None else tuple(content[2]), strides)
-
-

@@ -1,0 +1,185 @@
+"""What a plan's stages really hold: their ops with clones, the values that cross, the parameters they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from simpart.errors import MismatchError, UserError
+from simpart.graph import Graph
+from simpart.plan import Plan, check_shape
+
+__all__ = ["Crossing", "Partition", "check_plan", "clonable_ops", "partition", "partition_of"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A value made in stage `source` and read in later stages. With a gradient, the readers' gradients are summed on the way back."""
+
+    value: int
+    source: int
+    destinations: tuple[int, ...]
+    carries_gradient: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Partition:
+    """`ops[s]` are all op indices that run in stage s, clones included, sorted; `parameters[s]` the value numbers it reads;
+    `shared` maps a parameter to the stages that hold it, where there are several; `edges` are stage pairs with a crossing."""
+
+    ops: tuple[Ints, ...]
+    crossings: tuple[Crossing, ...]
+    edges: tuple[tuple[int, int], ...]
+    parameters: tuple[Ints, ...]
+    shared: dict[int, tuple[int, ...]]
+    loss_stage: int
+
+
+_clonable: WeakKeyDictionary[Graph, Bools] = WeakKeyDictionary()
+
+
+def clonable_ops(graph: Graph) -> Bools:
+    """Ops that every stage may run for itself instead of receiving their result: they need only graph inputs, parameters and other such ops,
+    and either depend on no graph input (constants, position embeddings) or carry no gradient (masks, labels). Ops that write
+    buffers or draw random numbers are none. Indivisible groups are so as a whole."""
+    if graph in _clonable:
+        return _clonable[graph]
+    flat = graph.flat
+    is_input = np.zeros(len(flat.value_op), dtype=bool)
+    for value, source in graph.all_sources():
+        is_input[value] = source.kind == "input"
+    ops = [graph.op_classes[c] for c in flat.op_class.tolist()]
+    barred = np.array([op.mutates_buffer or op.kind == "random" for op in ops], dtype=bool)
+    inputs = np.split(flat.op_inputs, flat.op_indptr[1:-1])
+    depends = np.zeros(len(ops), dtype=bool)
+    for i, values in enumerate(inputs):
+        producers = flat.value_op[values]
+        depends[i] = bool(is_input[values].any() or depends[producers[producers >= 0]].any())
+    while True:
+        clonable = np.zeros(len(ops), dtype=bool)
+        for i, values in enumerate(inputs):
+            producers = flat.value_op[values]
+            ready = bool(clonable[producers[producers >= 0]].all())
+            clonable[i] = ready and not barred[i] and not (depends[i] and ops[i].carries_gradient)
+        whole = np.ones(len(ops), dtype=bool)
+        np.logical_and.at(whole, flat.op_group, clonable)
+        grown = barred | ~whole[flat.op_group]
+        if (grown == barred).all() or (clonable == whole[flat.op_group]).all():
+            break
+        barred = grown
+    _clonable[graph] = clonable
+    return clonable
+
+
+def partition_of(graph: Graph, plan: Plan) -> Partition:
+    """The partition that a plan describes; raises UserError when its stages do not form one of this graph."""
+    stage_of = np.full(len(graph.op_ids), -1, dtype=np.int64)
+    for s, stage in enumerate(plan.stages):
+        indices = stage.ops.indices(graph)
+        taken = indices[(stage_of[indices] >= 0) & ~clonable_ops(graph)[indices]]
+        if taken.size:
+            op = graph.op_ids[taken[0]]
+            raise UserError(f"op {op} is in stages {stage_of[taken[0]]} and {s}; every op belongs to one stage")
+        stage_of[indices] = s
+    return partition(graph, stage_of, len(plan.stages))
+
+
+def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
+    """Partition by the stage of each op (what stands at clonable ops is ignored: they go where they are read)."""
+    flat, clonable = graph.flat, clonable_ops(graph)
+    missing = np.flatnonzero((stage_of < 0) & ~clonable)
+    if missing.size:
+        raise UserError(f"op {graph.op_ids[missing[0]]} is in no stage; every op belongs to one stage")
+    split = np.flatnonzero((stage_of != stage_of[flat.op_group]) & ~clonable)
+    if split.size:
+        a, b = graph.op_ids[flat.op_group[split[0]]], graph.op_ids[split[0]]
+        raise UserError(f"ops {a} and {b} share storage that is changed in place and must be in one stage")
+    consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
+    member = np.zeros((stages, len(flat.op_class)), dtype=bool)
+    fixed = np.flatnonzero(~clonable)
+    member[stage_of[fixed], fixed] = True
+    for i in np.flatnonzero(clonable)[::-1]:  # a clone runs wherever a reader of it runs
+        readers = np.flatnonzero(_readers(graph, flat.op_outputs[i], consumer))
+        member[:, i] = member[:, readers].any(axis=1)
+    loss_op = int(flat.value_op[graph.loss])
+    loss_stage = int(stage_of[loss_op])
+    producer = flat.value_op[flat.op_inputs]
+    reads = np.flatnonzero(producer >= 0)
+    reads = reads[~clonable[producer[reads]] & ~clonable[consumer[reads]]]
+    source, target = stage_of[producer[reads]], stage_of[consumer[reads]]
+    backward = reads[source > target]
+    if backward.size:
+        a, b = graph.op_ids[producer[backward[0]]], graph.op_ids[consumer[backward[0]]]
+        raise UserError(f"op {b} of stage {stage_of[consumer[backward[0]]]} needs {a} of the later stage "
+                        f"{stage_of[producer[backward[0]]]}; order stages so that values flow forward")  # fmt: skip
+    cut = reads[source < target]
+    crossings = _crossings(graph, cut, stage_of, consumer)
+    edges = sorted({(c.source, d) for c in crossings for d in c.destinations})
+    parameters, shared = _parameters(graph, member, consumer)
+    empty = np.flatnonzero(np.bincount(stage_of[fixed], minlength=stages) == 0)
+    if empty.size:
+        raise UserError(f"stage {empty[0]} has no op of its own; use at most {stages - empty.size} stages here")
+    return Partition(
+        ops=tuple(np.flatnonzero(row) for row in member), crossings=crossings, edges=tuple(edges),
+        parameters=parameters, shared=shared, loss_stage=loss_stage,
+    )  # fmt: skip
+
+
+def _readers(graph: Graph, first_value: int, consumer: Ints) -> Bools:
+    flat = graph.flat
+    op = flat.value_op[first_value]
+    mask = np.zeros(len(flat.op_class), dtype=bool)
+    mask[consumer[flat.value_op[flat.op_inputs] == op]] = True
+    return mask
+
+
+def _crossings(graph: Graph, cut: Ints, stage_of: Ints, consumer: Ints) -> tuple[Crossing, ...]:
+    flat = graph.flat
+    targets: dict[int, set[int]] = {}
+    for read in cut.tolist():
+        targets.setdefault(int(flat.op_inputs[read]), set()).add(int(stage_of[consumer[read]]))
+    found = []
+    for value in sorted(targets):
+        op = int(flat.value_op[value])
+        floating = flat.value_spec[value].dtype.startswith(("float", "bfloat"))
+        gradient = floating and graph.op_classes[flat.op_class[op]].carries_gradient
+        destinations = tuple(sorted(targets[value]))
+        found.append(
+            Crossing(value=value, source=int(stage_of[op]), destinations=destinations, carries_gradient=gradient)
+        )
+    return tuple(found)
+
+
+def _parameters(graph: Graph, member: Bools, consumer: Ints) -> tuple[tuple[Ints, ...], dict[int, tuple[int, ...]]]:
+    flat = graph.flat
+    is_parameter = np.zeros(len(flat.value_op), dtype=bool)
+    is_parameter[list(graph.parameters)] = True
+    reads = np.flatnonzero(is_parameter[flat.op_inputs])
+    per_stage = tuple(np.unique(flat.op_inputs[reads[row[consumer[reads]]]]) for row in member)
+    holders: dict[int, list[int]] = {}
+    for s, values in enumerate(per_stage):
+        for value in values.tolist():
+            holders.setdefault(value, []).append(s)
+    return per_stage, {value: tuple(stages) for value, stages in holders.items() if len(stages) > 1}
+
+
+def check_plan(plan: Plan, graph: Graph) -> Partition:
+    """Refuse a plan that contradicts itself or its graph; returns its partition."""
+    check_shape(plan)
+    if plan.graph != graph.fingerprint:
+        raise MismatchError(
+            f"the plan was made for graph {plan.graph}, this one is {graph.fingerprint}; capture the same model and precision"
+        )
+    result = partition_of(graph, plan)
+    for s, stage in enumerate(plan.stages):
+        for region in stage.recompute:
+            outside = np.setdiff1d(region.indices(graph), result.ops[s])
+            outside = outside[~clonable_ops(graph)[outside]]
+            if outside.size:
+                raise UserError(f"stage {s} recomputes op {graph.op_ids[outside[0]]}, which it does not hold")
+    return result
