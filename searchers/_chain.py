@@ -1,0 +1,314 @@
+"""The stage problem on a chain of blocks: cut it into stages and give each stage devices, exactly.
+
+Stage [i, j) on r devices costs f = F + C forward and g = B + C backward (C = transfers). Over all ways to cut n blocks into S stages
+whose replica counts add up to D devices, minimise max f + max g. A single (f, g) record per table cell is not exact for a sum of two
+maxima; here a best-first search over Pareto sets of (f, g) is, steered by two exact tables that bound what remains.
+One pair of tables serves every S. Reference: Tanaka et al., IPDPS 2021 (arXiv 2103.16063), whose dynamic program this corrects.
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["ChainPlan", "ChainStage", "Shortfall", "StageCosts", "Unplannable", "later_stages_allowed", "plan_value_s", "solve_chain"]
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageCosts:
+    """Costs of every possible stage. Arrays have shape (n, n + 1, K): entry [i, j, k] is blocks [i, j) on `replicas[k]` devices.
+
+    Entries with j <= i are ignored. A stage fits when `static_bytes + in_flight * stash_bytes < limit_bytes` (strictly), where in_flight is
+    the number of micro-batches (gpipe) or at most 1 + the number of later stages (1f1b).
+    """
+
+    replicas: tuple[int, ...]
+    forward_s: Floats
+    backward_s: Floats
+    transfer_s: Floats  # added to forward and to backward
+    allreduce_s: Floats
+    static_bytes: Floats
+    stash_bytes: Floats  # per micro-batch in flight, per device
+    limit_bytes: float
+    micro_batches: int
+    allowed: npt.NDArray[np.bool_]  # False where batch or replica rules forbid the stage
+    in_flight: Literal["gpipe", "1f1b"] = "gpipe"
+
+    @property
+    def blocks(self) -> int:
+        """Length n of the chain."""
+        return int(self.forward_s.shape[0])
+
+    def bytes_needed(self, later_stages: int) -> Floats:
+        """Device bytes of every stage when `later_stages` stages follow it."""
+        count = self.micro_batches if self.in_flight == "gpipe" else min(self.micro_batches, later_stages + 1)
+        return self.static_bytes + count * self.stash_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainStage:
+    """Blocks [start, end) on `replicas` devices."""
+
+    start: int
+    end: int
+    replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChainPlan:
+    """A best plan for its number of stages; `value_s` = max (F + C) + max (B + C)."""
+
+    stages: tuple[ChainStage, ...]
+    value_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shortfall:
+    """The tightest stage of the plan that comes closest to fitting; `bytes_over` 0 means exactly at the limit, which is too much."""
+
+    stage: ChainStage
+    bytes_over: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unplannable:
+    """Why no plan has this number of stages: a shortfall of memory, or (None) replica and batch rules alone."""
+
+    stage_count: int
+    shortfall: Shortfall | None
+
+    def reason(self) -> str:
+        """One sentence for people."""
+        if self.shortfall is None:
+            return f"{self.stage_count} stages: no replica counts within the rules use the devices"
+        stage = self.shortfall.stage
+        where = f"blocks {stage.start}..{stage.end - 1} on {stage.replicas} device{'s' if stage.replicas > 1 else ''}"
+        return f"{self.stage_count} stages: at best, the stage with {where} is {self.shortfall.bytes_over:.0f} bytes over the memory limit"
+
+
+def later_stages_allowed(costs: StageCosts) -> Integers:
+    """How many stages may follow each stage before its memory overflows; -1 where it never fits, n where any number may."""
+    n = costs.blocks
+    result = np.full(costs.forward_s.shape, -1, dtype=np.int64)
+    fits = costs.allowed & (np.arange(n + 1)[None, :, None] > np.arange(n)[:, None, None])
+    for later in range(n if costs.in_flight == "1f1b" else 1):
+        fits = fits & (costs.bytes_needed(later) < costs.limit_bytes)
+        result[fits] = later
+        if later + 1 >= costs.micro_batches:
+            break
+    # Stash stops growing at `micro_batches` in flight, so what fits with the last count fits with any.
+    result[fits] = n
+    return result
+
+
+def plan_value_s(costs: StageCosts, stages: tuple[ChainStage, ...]) -> float:
+    """Value of a plan, computed from the plan alone."""
+    index = {r: k for k, r in enumerate(costs.replicas)}
+    picked = [(stage.start, stage.end, index[stage.replicas]) for stage in stages]
+    return max(float(costs.forward_s[at] + costs.transfer_s[at]) for at in picked) + max(
+        float(costs.backward_s[at] + costs.transfer_s[at]) for at in picked
+    )
+
+
+def solve_chain(
+    costs: StageCosts, devices: int, max_stages: int, *, all_devices: bool = True, stage_counts: tuple[int, ...] | None = None
+) -> dict[int, ChainPlan | Unplannable]:
+    """Best plan, or why there is none, for each number of stages 1..max_stages (or those in `stage_counts`).
+
+    `all_devices`: every one of the devices is used; otherwise at most that many.
+    """
+    tables = Tables(costs, devices, min(max_stages, costs.blocks, devices))
+    wanted = range(1, max_stages + 1) if stage_counts is None else stage_counts
+    return {count: tables.best(count, all_devices=all_devices) for count in wanted}
+
+
+def _bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats) -> Floats:
+    """Least possible maximum with one stage put before what `after` describes: [block, devices] -> the same.
+
+    out[i, d] = min over j, k of max(cost[i, j, k], after[j, d - replicas[k]]).
+    """
+    out = np.full_like(after, np.inf)
+    n = cost.shape[0]
+    width = after.shape[1]
+    # A stage must cover a block: cost[i, j <= i] is infinite, so column 0 of `after` never helps.
+    for k, r in enumerate(replicas):
+        if r >= width:
+            continue
+        reached = np.maximum(cost[:, 1:, k, None], after[None, 1:, : width - r]).min(axis=1)
+        np.minimum(out[:n, r:], reached, out=out[:n, r:])
+    return out
+
+
+class Tables:
+    """Exact least maxima of f and of g for finishing the chain, [stages left][first block][devices left], for all stage counts at once."""
+
+    def __init__(self, costs: StageCosts, devices: int, max_stages: int) -> None:
+        n = costs.blocks
+        self.costs = costs
+        self.devices = devices
+        self.max_stages = max_stages
+        self.replicas = np.asarray(costs.replicas, dtype=np.int64)
+        later = later_stages_allowed(costs)
+        forward, backward = costs.forward_s + costs.transfer_s, costs.backward_s + costs.transfer_s
+        done = np.full((n + 1, devices + 1), np.inf)
+        done[n, 0] = -np.inf
+        self.least_f, self.least_g = [done], [done]
+        self.f: list[Floats] = [forward]
+        self.g: list[Floats] = [backward]
+        constant = bool(np.isin(later, (-1, n)).all())
+        for left in range(1, max_stages + 1):
+            if left == 1 or not constant:
+                fits = later >= left - 1
+                forward, backward = np.where(fits, forward, np.inf), np.where(fits, backward, np.inf)
+            self.f.append(forward)
+            self.g.append(backward)
+            self.least_f.append(_bottleneck_layer(forward, costs.replicas, self.least_f[-1]))
+            self.least_g.append(_bottleneck_layer(backward, costs.replicas, self.least_g[-1]))
+        self._excess: list[Floats] | None = None
+
+    def bound_s(self, stage_count: int, *, all_devices: bool = True) -> float:
+        """Lower bound of the value with this number of stages; infinite exactly when no plan exists."""
+        if not 1 <= stage_count <= self.max_stages:
+            return float("inf")
+        totals = self.least_f[stage_count][0] + self.least_g[stage_count][0]
+        return float(totals[self.devices] if all_devices else totals.min())
+
+    def best(self, stage_count: int, *, all_devices: bool = True) -> ChainPlan | Unplannable:
+        """A plan of least value with exactly `stage_count` stages."""
+        if self.bound_s(stage_count, all_devices=all_devices) == float("inf"):
+            return Unplannable(stage_count=stage_count, shortfall=self._shortfall(stage_count, all_devices))
+        starts = [self.devices] if all_devices else list(range(self.devices, 0, -1))
+        stages = self._search(stage_count, starts)
+        return ChainPlan(stages=stages, value_s=plan_value_s(self.costs, stages))
+
+    def ties(self, stage_count: int, value_s: float, limit: int) -> list[tuple[ChainStage, ...]]:
+        """Plans of exactly this (least) value on all devices, in lexicographic order of cuts; all of them unless more than `limit` steps are needed."""
+        found: list[tuple[ChainStage, ...]] = []
+        stack: list[tuple[int, int, float, float, tuple[ChainStage, ...]]] = [(0, self.devices, -np.inf, -np.inf, ())]
+        for _ in range(limit):
+            if not stack:
+                break
+            block, devices, f, g, stages = stack.pop()
+            left = stage_count - len(stages)
+            if left == 0:
+                found.append(stages)
+                continue
+            lifted_f, lifted_g = self.extend(left, block, devices, f, g)
+            for offset, k in reversed(np.argwhere(lifted_f + lifted_g <= value_s).tolist()):
+                stage = ChainStage(start=block, end=block + 1 + offset, replicas=int(self.replicas[k]))
+                pair = float(lifted_f[offset, k]), float(lifted_g[offset, k])
+                stack.append((stage.end, devices - stage.replicas, *pair, (*stages, stage)))
+        return found
+
+    def extend(self, left: int, block: int, devices: int, f: float, g: float) -> tuple[Floats, Floats]:
+        """Every stage that may come next, with `left` stages left: (f, g) lifted to what the rest will need at least, [end - block - 1, k]."""
+        usable = int(np.searchsorted(self.replicas, devices, side="right"))
+        rest = devices - self.replicas[:usable]
+        after_f, after_g = self.least_f[left - 1][block + 1 :, rest], self.least_g[left - 1][block + 1 :, rest]
+        lifted_f = np.maximum(np.maximum(self.f[left][block, block + 1 :, :usable], after_f), f)
+        lifted_g = np.maximum(np.maximum(self.g[left][block, block + 1 :, :usable], after_g), g)
+        return lifted_f, lifted_g
+
+    def _search(self, stage_count: int, starts: list[int]) -> tuple[ChainStage, ...]:
+        """Best-first over labels (stages left, block, devices left, f, g); the first plan completed at the least bound is optimal.
+
+        Labels carry f and g lifted to the tables' bound for the rest, which makes most of them equal and so dominated.
+        Ties go to the deeper label, then to the one made first: deterministic.
+        """
+        roots = []
+        for devices in starts:
+            f, g = float(self.least_f[stage_count][0, devices]), float(self.least_g[stage_count][0, devices])
+            if f + g < np.inf:
+                roots.append((f + g, f, g, devices))
+        _, f, g, devices = min(roots, key=lambda root: root[0])
+        best, best_value = self._dive(stage_count, devices, f, g)
+        steps: list[tuple[int, int, int]] = []  # (parent label, end block, k)
+        heap: list[tuple[float, int, int, float, float, int, int]] = []
+        fronts: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
+        for bound, f, g, devices in roots:
+            if bound < best_value:
+                heap.append((bound, stage_count, len(steps), f, g, 0, devices))
+                steps.append((-1, 0, 0))
+        heapq.heapify(heap)
+        while heap and heap[0][0] < best_value:
+            _, left, label, f, g, block, devices = heapq.heappop(heap)
+            if left == 0:
+                best = self._trace(steps, label)
+                break
+            lifted_f, lifted_g = self.extend(left, block, devices, f, g)
+            totals = lifted_f + lifted_g
+            for offset, k in np.argwhere(totals < best_value).tolist():
+                pair = (float(lifted_f[offset, k]), float(lifted_g[offset, k]))
+                end, rest = block + 1 + offset, devices - int(self.replicas[k])
+                front = fronts.setdefault((left - 1, end, rest), [])
+                if any(a <= pair[0] and b <= pair[1] for a, b in front):
+                    continue
+                front[:] = [other for other in front if not (pair[0] <= other[0] and pair[1] <= other[1])]
+                front.append(pair)
+                heapq.heappush(heap, (pair[0] + pair[1], left - 1, len(steps), *pair, end, rest))
+                steps.append((label, end, k))
+        return best
+
+    def _dive(self, left: int, devices: int, f: float, g: float) -> tuple[tuple[ChainStage, ...], float]:
+        """A good plan fast: always the next stage of least bound."""
+        stages: list[ChainStage] = []
+        block = 0
+        for remaining in range(left, 0, -1):
+            lifted_f, lifted_g = self.extend(remaining, block, devices, f, g)
+            offset, k = (int(x) for x in np.unravel_index(int(np.argmin(lifted_f + lifted_g)), lifted_f.shape))
+            f, g = float(lifted_f[offset, k]), float(lifted_g[offset, k])
+            end, r = block + 1 + offset, int(self.replicas[k])
+            stages.append(ChainStage(start=block, end=end, replicas=r))
+            block, devices = end, devices - r
+        return tuple(stages), f + g
+
+    def _trace(self, steps: list[tuple[int, int, int]], label: int) -> tuple[ChainStage, ...]:
+        ends: list[tuple[int, int]] = []
+        while steps[label][0] >= 0:
+            parent, end, k = steps[label]
+            ends.append((end, int(self.replicas[k])))
+            label = parent
+        ends.reverse()
+        cuts = [0, *(end for end, _ in ends)]
+        return tuple(ChainStage(start=cuts[x], end=end, replicas=r) for x, (end, r) in enumerate(ends))
+
+    def _shortfall(self, stage_count: int, all_devices: bool) -> Shortfall | None:
+        """The stage that overflows least, over all plans that obey the replica and batch rules."""
+        if not 1 <= stage_count <= self.max_stages:
+            return None
+        if self._excess is None:
+            self._excess = [self.least_f[0]]
+            for left in range(1, self.max_stages + 1):
+                self._excess.append(_bottleneck_layer(self._over(left), self.costs.replicas, self._excess[-1]))
+        root = self._excess[stage_count][0]
+        devices = self.devices if all_devices else int(np.argmin(root))
+        least = float(root[devices])
+        if least == np.inf:
+            return None
+        block = 0
+        for left in range(stage_count, 0, -1):
+            over = self._over(left)
+            rest = [(self._excess[left - 1][:, devices - r] if r <= devices else None) for r in self.costs.replicas]
+            options = [
+                (max(float(over[block, end, k]), float(after[end])), -float(over[block, end, k]), end, k)
+                for k, after in enumerate(rest)
+                if after is not None
+                for end in range(block + 1, self.costs.blocks + 1)
+            ]
+            _, negative_over, end, k = min(options)
+            if -negative_over >= least:
+                return Shortfall(stage=ChainStage(start=block, end=end, replicas=self.costs.replicas[k]), bytes_over=-negative_over)
+            block, devices = end, devices - self.costs.replicas[k]
+        raise AssertionError("the walk along a table always meets the stage that gave its value")
+
+    def _over(self, left: int) -> Floats:
+        n = self.costs.blocks
+        usable = self.costs.allowed & (np.arange(n + 1)[None, :, None] > np.arange(n)[:, None, None])
+        return np.where(usable, self.costs.bytes_needed(left - 1) - self.costs.limit_bytes, np.inf)

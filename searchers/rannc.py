@@ -1,0 +1,111 @@
+"""RaNNC: pipelines of unequal stages with data parallelism inside each stage (Tanaka et al., IPDPS 2021, arXiv 2103.16063)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from simpart.searchers._bounds import lockstep_s
+from simpart.searchers._chain import ChainPlan, StageCosts, solve_chain
+from simpart.searchers._linear import linear_costs
+from simpart.searchers._pipelines import PipelineChoice, PipelineShape, released_search
+
+__all__ = ["solve_lockstep", "solve_outer", "solve_stages"]
+
+
+def _linear(inputs: dict[str, Any], devices: int, pipelines: int, micro_batches: int) -> StageCosts:
+    return linear_costs(
+        forward=inputs["f"],
+        backward=inputs["g"],
+        weight_bytes=inputs["w"],
+        activation_bytes=inputs["a"],
+        output_bytes=inputs["out"],
+        constant_s=inputs["c"],
+        bandwidth=inputs["bw"],
+        limit_bytes=inputs["M"],
+        devices=devices,
+        pipelines=pipelines,
+        micro_batches=micro_batches,
+        global_batch=inputs["BS"],
+        power_of_two=inputs["power_of_two_replicas"],
+    )
+
+
+def solve_stages(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The stage problem under the linear model: f, g, w, a, out per block, c, bw, M, and S, D, R, MB, BS."""
+    stages, devices = int(inputs["S"]), int(inputs["D"])
+    costs = _linear(inputs, devices, int(inputs["R"]), int(inputs["MB"]))
+    answer = solve_chain(costs, devices, stages, stage_counts=(stages,))[stages]
+    if not isinstance(answer, ChainPlan):
+        return {"feasible": False, "value": None, "plan": None, "why_infeasible": answer.reason()}
+    plan = [[stage.start, stage.end, stage.replicas] for stage in answer.stages]
+    return {"feasible": True, "value": answer.value_s, "plan": plan}
+
+
+def solve_outer(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The released outer search under the linear model, ended at the first number of stages with a plan and not ended there."""
+
+    def costs_of(shape: PipelineShape) -> StageCosts:
+        return _linear(inputs, shape.devices, shape.pipelines, shape.micro_batches)
+
+    def run(stop_at_first: bool) -> dict[str, Any] | None:
+        best: PipelineChoice | None = released_search(
+            int(inputs["nodes"]),
+            int(inputs["devices_per_node"]),
+            len(inputs["f"]),
+            int(inputs["BS"]),
+            costs_of,
+            max_micro_batches=int(inputs["max_MB"]),
+            stop_at_first=stop_at_first,
+            include_allreduce=bool(inputs["include_allreduce"]),
+        ).best
+        if best is None:
+            return None
+        plan = [[stage.start, stage.end, stage.replicas] for stage in best.plan.stages]
+        shape = best.shape
+        found = {"S": len(plan), "R": shape.pipelines, "MB": shape.micro_batches, "plan": plan}
+        return {"time": best.lockstep_s, "plan": found}
+
+    first, every = run(True), run(False)
+    return {"feasible": every is not None, "first_feasible_S": first, "search_all_S": every}
+
+
+def solve_lockstep(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Estimates from a published stage table of a BERT model: lock-step with and without transfers, memory, parameter counts.
+
+    All-reduce times imply parameter bytes at 10 GiB/s, two bytes per parameter: the constants of the released profiler.
+    """
+    stages, micro_batches = inputs["stages"], int(inputs["MB"])
+    forward = [stage["forward_us"] for stage in stages]
+    backward = [stage["backward_us"] for stage in stages]
+    share, bandwidth = micro_batches * int(inputs["replicas_per_stage"]) * int(inputs["R"]), inputs["p2p_bandwidth_bytes_per_s"]
+    transfer = [sum((stage[key] // share) * 1_000_000 // bandwidth for key in ("in_bytes", "out_bytes")) for stage in stages]
+    with_transfer = [[f + c, b + c] for f, b, c in zip(forward, backward, transfer, strict=True)]
+    estimate = lockstep_s([f for f, _ in with_transfer], [b for _, b in with_transfer], micro_batches)
+    allreduce = [stage["allreduce_us"] for stage in stages]
+    parameter_bytes = [time * 10 * 2**30 / 1e6 for time in allreduce]
+    memory = [stage["fwd_bwd_memory_bytes"] + stage["optimizer_memory_bytes"] for stage in stages]
+    optimizer = [stage["optimizer_memory_bytes"] for stage in stages]
+    model = inputs["model"]
+    count = _bert_parameters(**model)
+    return {
+        "stage_fwd_bwd_with_comm_us": with_transfer,
+        "lockstep_us_without_comm": lockstep_s(forward, backward, micro_batches),
+        "lockstep_us": estimate,
+        "lockstep_plus_max_allreduce_us": estimate + max(allreduce),
+        "parameter_count_formula": count,
+        "parameter_count_with_tied_decoder_counted_twice": count + model["vocab"] * model["hidden"],
+        "parameters_implied_by_allreduce_times": round(sum(parameter_bytes) / 2),
+        "optimizer_bytes_per_parameter_byte": [round(o / p, 4) for o, p in zip(optimizer, parameter_bytes, strict=True)],
+        "stage_total_memory_bytes": memory,
+        "all_stages_fit": all(each < inputs["available_memory_bytes"] for each in memory),
+    }
+
+
+def _bert_parameters(*, hidden: int, layers: int, vocab: int, max_positions: int, token_types: int) -> int:
+    """Parameters of BERT with its two pre-training heads, the decoder tied to the word embedding (Devlin et al., 2019)."""
+    embedding = (vocab + max_positions + token_types) * hidden + 2 * hidden
+    layer = 12 * hidden * hidden + 13 * hidden
+    pooler = hidden * hidden + hidden
+    masked_head = hidden * hidden + 3 * hidden + vocab
+    next_sentence_head = 2 * hidden + 2
+    return embedding + layers * layer + pooler + masked_head + next_sentence_head
