@@ -26,7 +26,9 @@ def lockstep_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_ba
     return total
 
 
-def schedule_lower_bound_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int, latency_s: float = 0.0) -> float:
+def schedule_lower_bound_s(
+    forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int, latency_s: float = 0.0
+) -> float:
     """What GPipe and 1F1B need at least: max over s of M (f_s + b_s) + sum of the earlier stages' f + b + 2 s latency.
 
     >>> schedule_lower_bound_s([2, 2, 2, 2], [4, 4, 4, 4], 8, 1)

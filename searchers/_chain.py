@@ -15,7 +15,16 @@ from typing import Literal
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["ChainPlan", "ChainStage", "Shortfall", "StageCosts", "Unplannable", "later_stages_allowed", "plan_value_s", "solve_chain"]
+__all__ = [
+    "ChainPlan",
+    "ChainStage",
+    "Shortfall",
+    "StageCosts",
+    "Unplannable",
+    "later_stages_allowed",
+    "plan_value_s",
+    "solve_chain",
+]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -118,7 +127,12 @@ def plan_value_s(costs: StageCosts, stages: tuple[ChainStage, ...]) -> float:
 
 
 def solve_chain(
-    costs: StageCosts, devices: int, max_stages: int, *, all_devices: bool = True, stage_counts: tuple[int, ...] | None = None
+    costs: StageCosts,
+    devices: int,
+    max_stages: int,
+    *,
+    all_devices: bool = True,
+    stage_counts: tuple[int, ...] | None = None,
 ) -> dict[int, ChainPlan | Unplannable]:
     """Best plan, or why there is none, for each number of stages 1..max_stages (or those in `stage_counts`).
 
@@ -304,7 +318,9 @@ class Tables:
             ]
             _, negative_over, end, k = min(options)
             if -negative_over >= least:
-                return Shortfall(stage=ChainStage(start=block, end=end, replicas=self.costs.replicas[k]), bytes_over=-negative_over)
+                return Shortfall(
+                    stage=ChainStage(start=block, end=end, replicas=self.costs.replicas[k]), bytes_over=-negative_over
+                )
             block, devices = end, devices - self.costs.replicas[k]
         raise AssertionError("the walk along a table always meets the stage that gave its value")
 

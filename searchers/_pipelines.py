@@ -13,9 +13,26 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from simpart.searchers._bounds import lockstep_s
-from simpart.searchers._chain import ChainPlan, ChainStage, Floats, StageCosts, Tables, Unplannable, later_stages_allowed, plan_value_s
+from simpart.searchers._chain import (
+    ChainPlan,
+    ChainStage,
+    Floats,
+    StageCosts,
+    Tables,
+    Unplannable,
+    later_stages_allowed,
+    plan_value_s,
+)
 
-__all__ = ["PipelineChoice", "PipelineSearch", "PipelineShape", "all_shapes", "plan_lockstep_s", "released_search", "search_pipelines"]
+__all__ = [
+    "PipelineChoice",
+    "PipelineSearch",
+    "PipelineShape",
+    "all_shapes",
+    "plan_lockstep_s",
+    "released_search",
+    "search_pipelines",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
@@ -81,7 +98,9 @@ def all_shapes(
     """Every divisor of `nodes` as nodes per pipeline, with every number of micro-batches and every choice of recomputation."""
     recompute, counts = tuple(recompute), tuple(micro_batch_counts)
     return [
-        PipelineShape(nodes=nu, pipelines=nodes // nu, devices=devices_per_node * nu, micro_batches=count, recompute=choice)
+        PipelineShape(
+            nodes=nu, pipelines=nodes // nu, devices=devices_per_node * nu, micro_batches=count, recompute=choice
+        )
         for nu in _divisors(nodes)
         for count in counts
         for choice in recompute
@@ -102,12 +121,16 @@ def search_pipelines(
     `costs_of` may answer None for a shape that cannot be; it is asked up to twice per shape. `tie_limit` bounds the plans of equal value looked at for the least estimate.
     """
     result = PipelineSearch()
-    bounded = [(shape, _bounds(costs, shape.devices, max_stages)) for shape in shapes if (costs := costs_of(shape)) is not None]
+    bounded = [
+        (shape, _bounds(costs, shape.devices, max_stages)) for shape in shapes if (costs := costs_of(shape)) is not None
+    ]
     order = sorted(range(len(bounded)), key=lambda x: (bounded[x][1].least_s, x))
     for x in order:
         shape, bounds = bounded[x]
         counts = range(1, len(bounds.sums_s) + 1)
-        open_counts = [count for count in counts if not _reaches(bounds.lockstep_s(count), result.by_stage_count.get(count))]
+        open_counts = [
+            count for count in counts if not _reaches(bounds.lockstep_s(count), result.by_stage_count.get(count))
+        ]
         result.pruned += len(counts) - len(open_counts)
         costs = costs_of(shape) if open_counts else None
         if costs is not None:
@@ -167,7 +190,9 @@ def _choose(
     if isinstance(plan, Unplannable):
         return plan
     options = [plan.stages, *tables.ties(count, plan.value_s, tie_limit)]
-    timed = [(plan_lockstep_s(costs, stages, include_allreduce=include_allreduce), x) for x, stages in enumerate(options)]
+    timed = [
+        (plan_lockstep_s(costs, stages, include_allreduce=include_allreduce), x) for x, stages in enumerate(options)
+    ]
     time_s, x = min(timed)
     chosen = ChainPlan(stages=options[x], value_s=plan_value_s(costs, options[x]))
     return PipelineChoice(shape=shape, plan=chosen, lockstep_s=time_s)

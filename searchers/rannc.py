@@ -77,8 +77,13 @@ def solve_lockstep(inputs: dict[str, Any]) -> dict[str, Any]:
     stages, micro_batches = inputs["stages"], int(inputs["MB"])
     forward = [stage["forward_us"] for stage in stages]
     backward = [stage["backward_us"] for stage in stages]
-    share, bandwidth = micro_batches * int(inputs["replicas_per_stage"]) * int(inputs["R"]), inputs["p2p_bandwidth_bytes_per_s"]
-    transfer = [sum((stage[key] // share) * 1_000_000 // bandwidth for key in ("in_bytes", "out_bytes")) for stage in stages]
+    share, bandwidth = (
+        micro_batches * int(inputs["replicas_per_stage"]) * int(inputs["R"]),
+        inputs["p2p_bandwidth_bytes_per_s"],
+    )
+    transfer = [
+        sum((stage[key] // share) * 1_000_000 // bandwidth for key in ("in_bytes", "out_bytes")) for stage in stages
+    ]
     with_transfer = [[f + c, b + c] for f, b, c in zip(forward, backward, transfer, strict=True)]
     estimate = lockstep_s([f for f, _ in with_transfer], [b for _, b in with_transfer], micro_batches)
     allreduce = [stage["allreduce_us"] for stage in stages]
@@ -95,7 +100,9 @@ def solve_lockstep(inputs: dict[str, Any]) -> dict[str, Any]:
         "parameter_count_formula": count,
         "parameter_count_with_tied_decoder_counted_twice": count + model["vocab"] * model["hidden"],
         "parameters_implied_by_allreduce_times": round(sum(parameter_bytes) / 2),
-        "optimizer_bytes_per_parameter_byte": [round(o / p, 4) for o, p in zip(optimizer, parameter_bytes, strict=True)],
+        "optimizer_bytes_per_parameter_byte": [
+            round(o / p, 4) for o, p in zip(optimizer, parameter_bytes, strict=True)
+        ],
         "stage_total_memory_bytes": memory,
         "all_stages_fit": all(each < inputs["available_memory_bytes"] for each in memory),
     }

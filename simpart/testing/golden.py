@@ -60,7 +60,9 @@ def read_cases(path: Path) -> list[GoldenCase]:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise FormatError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}; give a golden-case file") from error
+        raise FormatError(
+            f"cannot read {path}: {getattr(error, 'strerror', None) or error}; give a golden-case file"
+        ) from error
     if not text.strip():
         raise FormatError(f"{path} is empty; give a golden-case file (JSON)")
     try:
@@ -86,13 +88,17 @@ def _read_case(path: Path, number: int, case: Any, key: str) -> GoldenCase:
     fields = {"id": str, key: str, "inputs": dict, "expected": dict}
     for field, kind in fields.items():
         if not isinstance(case, dict) or not isinstance(case.get(field), kind):
-            raise FormatError(f"{path}: case {number} must have {field!r} of JSON type {'string' if kind is str else 'object'}")
+            raise FormatError(
+                f"{path}: case {number} must have {field!r} of JSON type {'string' if kind is str else 'object'}"
+            )
     tolerance = case.get("tolerance")
     if tolerance is None:
         tolerance = RELATIVE_TOLERANCE
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
         raise FormatError(f"{path}: case {number} has tolerance {tolerance!r}; it must be a number >= 0")
-    return GoldenCase(id=case["id"], solver=case[key], inputs=case["inputs"], expected=case["expected"], tolerance=float(tolerance))
+    return GoldenCase(
+        id=case["id"], solver=case[key], inputs=case["inputs"], expected=case["expected"], tolerance=float(tolerance)
+    )
 
 
 def run_case(case: GoldenCase) -> Outcome:
@@ -154,7 +160,9 @@ def difference(expected: Any, answer: Any, tolerance: float, where: str = "") ->
     if isinstance(expected, list):
         if not isinstance(answer, list | tuple) or len(answer) != len(expected):
             return f"{name} is {answer!r}, expected {expected!r}"
-        parts = (difference(e, a, tolerance, f"{where}[{x}]") for x, (e, a) in enumerate(zip(expected, answer, strict=True)))
+        parts = (
+            difference(e, a, tolerance, f"{where}[{x}]") for x, (e, a) in enumerate(zip(expected, answer, strict=True))
+        )
         return next(filter(None, parts), "")
     if _is_number(expected) and _is_number(answer):
         same = math.isclose(expected, answer, rel_tol=tolerance, abs_tol=0.0)
