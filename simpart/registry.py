@@ -1,0 +1,28 @@
+"""Plug-ins by name: a built-in table first, so that a plain clone works; entry points add to it."""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import entry_points
+from typing import Any
+
+from simpart.errors import UnknownNameError
+
+__all__ = ["SEARCHERS", "load_searcher", "searcher_names"]
+
+SEARCHERS = {"rannc": "simpart.searchers.rannc:Rannc"}
+"""Name of a searcher → `module:class`; the class is called without arguments."""
+
+
+def searcher_names() -> list[str]:
+    return sorted({*SEARCHERS, *(point.name for point in entry_points(group="simpart.searchers"))})
+
+
+def load_searcher(name: str) -> Any:
+    """An instance of the named searcher; raises UnknownNameError with the known names."""
+    if name in SEARCHERS:
+        module, _, attribute = SEARCHERS[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)()
+    for point in entry_points(group="simpart.searchers", name=name):
+        return point.load()()
+    raise UnknownNameError("searcher", name, searcher_names())
