@@ -54,8 +54,8 @@ class Device:
     """One accelerator, or one core, as its data sheet describes it. Peaks are dense: without structured sparsity.
 
     `kernel_launch_s` is the host's time from one launch to the next; `launch_floor_s` how long the smallest kernel
-    takes on the device; `vector_flops_per_s` the float32 rate outside matrix units; `reserved_bytes` what driver, context
-    and libraries keep; `sources` says for each number where it is from.
+    takes on the device; `vector_flops_per_s` the float32 rate outside matrix units; `reserved_bytes` what driver,
+    context and libraries keep; `sources` says for each number where it is from.
     """
 
     name: str
@@ -335,31 +335,31 @@ def load_device(name: str | Path) -> Device:
     >>> load_device("a100").memory_bytes_per_s
     2039000000000.0
     """
-    from simpart import hardware_files
+    from simpart.hardware_files import load_device as load
 
-    return hardware_files.load_device(name)
+    return load(name)
 
 
 def load_cluster(name: str | Path) -> Cluster:
     """A cluster by name or from a YAML file, with `:N` appended for N times its nodes; `local` is this machine,
     `local:N` this machine as N processes. Raises UserError in one line."""
-    from simpart import hardware_files
+    from simpart.hardware_files import load_cluster as load
 
-    return hardware_files.load_cluster(name)
+    return load(name)
 
 
 def list_devices() -> list[str]:
     """Names of the devices that come with simpart."""
-    from simpart import hardware_files
+    from simpart.hardware_files import list_devices as names
 
-    return hardware_files.list_devices()
+    return names()
 
 
 def list_clusters() -> list[str]:
     """Names of the clusters that come with simpart, `local` among them."""
-    from simpart import hardware_files
+    from simpart.hardware_files import list_clusters as names
 
-    return hardware_files.list_clusters()
+    return names()
 
 
 _T = TypeVar("_T", Device, LinkLevel)
