@@ -1,6 +1,6 @@
-"""Closed forms around pipeline schedules: the lock-step estimate, a lower bound, DAPPLE's pivot. Prune or rank with them, never report them as time.
+"""Closed forms around pipeline schedules: the lock-step estimate, a lower bound, DAPPLE's pivot.
 
-All take per-stage times of one micro-batch, in stage order.
+Prune or rank with them, never report them as time. All take per-stage times of one micro-batch, in stage order.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ __all__ = ["dapple_pivot", "lockstep_s", "schedule_lower_bound_s"]
 
 
 def lockstep_s(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> float:
-    """RaNNC's estimate: in step t the stages x with 0 <= t - x < micro_batches run together and wait for the slowest, forward and backward apart.
+    """RaNNC's estimate: stages that run together in a step wait for the slowest, forward and backward apart.
 
-    Never below the makespan of GPipe without latency. Pass times that include transfers.
+    In step t these are the stages x with 0 <= t - x < micro_batches. Never below the makespan of GPipe without
+    latency. Pass times that include transfers.
 
     >>> lockstep_s([3, 1, 2, 1], [6, 2, 4, 2], 8)
     87.0
@@ -42,9 +43,10 @@ def schedule_lower_bound_s(
 
 
 def dapple_pivot(forward_s: Sequence[float], backward_s: Sequence[float], micro_batches: int) -> tuple[int, float]:
-    """DAPPLE's pivot stage Q and its estimate of 1F1B, without all-reduce and transfers; at l = 0 never above the lower bound.
+    """DAPPLE's pivot stage Q and its estimate of 1F1B, without all-reduce and transfers.
 
-    Reference: Fan et al., PPoPP 2021. Low by up to a half for few micro-batches: prune with it, do not rank.
+    Never above `schedule_lower_bound_s` at latency 0. Reference: Fan et al., PPoPP 2021. Low by up to a half for few
+    micro-batches: prune with it, do not rank.
 
     >>> dapple_pivot([3, 1, 2, 1], [6, 2, 4, 2], 8)
     (0, 72.0)

@@ -1,9 +1,10 @@
 """The stage problem on a chain of blocks: cut it into stages and give each stage devices, exactly.
 
-Stage [i, j) on r devices costs f = F + C forward and g = B + C backward (C = transfers). Over all ways to cut n blocks into S stages
-whose replica counts add up to D devices, minimise max f + max g. A single (f, g) record per table cell is not exact for a sum of two
-maxima; here a best-first search over Pareto sets of (f, g) is, steered by two exact tables that bound what remains.
-One pair of tables serves every S. Reference: Tanaka et al., IPDPS 2021 (arXiv 2103.16063), whose dynamic program this corrects.
+Stage [i, j) on r devices costs f = F + C forward and g = B + C backward (C = transfers). Over all ways to cut n blocks
+into S stages whose replica counts add up to D devices, minimise max f + max g. A single (f, g) record per table cell is
+not exact for a sum of two maxima; here a best-first search over Pareto sets of (f, g) is, steered by two exact tables
+that bound what remains. One pair of tables serves every S. Reference: Tanaka et al., IPDPS 2021 (arXiv 2103.16063),
+whose dynamic program this corrects.
 """
 
 from __future__ import annotations
@@ -32,10 +33,11 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class StageCosts:
-    """Costs of every possible stage. Arrays have shape (n, n + 1, K): entry [i, j, k] is blocks [i, j) on `replicas[k]` devices.
+    """Costs of every possible stage, in arrays (n, n + 1, K): [i, j, k] is blocks [i, j) on `replicas[k]` devices.
 
-    Entries with j <= i are ignored. A stage fits when `static_bytes + in_flight * stash_bytes < limit_bytes` (strictly), where in_flight is
-    the number of micro-batches (gpipe) or at most 1 + the number of later stages (1f1b).
+    `replicas` ascend. Entries with j <= i are ignored. A stage fits when `static_bytes + in_flight * stash_bytes <
+    limit_bytes` (strictly), where in_flight is the number of micro-batches (gpipe) or at most 1 + the number of later
+    stages (1f1b).
     """
 
     replicas: tuple[int, ...]
@@ -80,7 +82,7 @@ class ChainPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shortfall:
-    """The tightest stage of the plan that comes closest to fitting; `bytes_over` 0 means exactly at the limit, which is too much."""
+    """The tightest stage of the plan that comes closest to fitting; 0 bytes over is at the limit, which is too much."""
 
     stage: ChainStage
     bytes_over: float
@@ -95,15 +97,17 @@ class Unplannable:
 
     def reason(self) -> str:
         """One sentence for people."""
+        count = f"{self.stage_count} stage{'s' if self.stage_count > 1 else ''}"
         if self.shortfall is None:
-            return f"{self.stage_count} stages: no replica counts within the rules use the devices"
+            return f"{count}: no replica counts within the rules use the devices"
         stage = self.shortfall.stage
         where = f"blocks {stage.start}..{stage.end - 1} on {stage.replicas} device{'s' if stage.replicas > 1 else ''}"
-        return f"{self.stage_count} stages: at best, the stage with {where} is {self.shortfall.bytes_over:.0f} bytes over the memory limit"
+        over = f"{self.shortfall.bytes_over:.0f} bytes over the memory limit"
+        return f"{count}: at best, the stage with {where} is {over}"
 
 
 def later_stages_allowed(costs: StageCosts) -> Integers:
-    """How many stages may follow each stage before its memory overflows; -1 where it never fits, n where any number may."""
+    """How many stages may follow each stage before its memory overflows; -1: it never fits, n: any number may."""
     n = costs.blocks
     result = np.full(costs.forward_s.shape, -1, dtype=np.int64)
     fits = costs.allowed & (np.arange(n + 1)[None, :, None] > np.arange(n)[:, None, None])
@@ -161,7 +165,7 @@ def _bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats) ->
 
 
 class Tables:
-    """Exact least maxima of f and of g for finishing the chain, [stages left][first block][devices left], for all stage counts at once."""
+    """Exact least maxima of f and of g for finishing the chain: [stages left][first block][devices left]."""
 
     def __init__(self, costs: StageCosts, devices: int, max_stages: int) -> None:
         n = costs.blocks
@@ -203,7 +207,10 @@ class Tables:
         return ChainPlan(stages=stages, value_s=plan_value_s(self.costs, stages))
 
     def ties(self, stage_count: int, value_s: float, limit: int) -> list[tuple[ChainStage, ...]]:
-        """Plans of exactly this (least) value on all devices, in lexicographic order of cuts; all of them unless more than `limit` steps are needed."""
+        """Plans of exactly this (least) value on all devices, in lexicographic order of cuts.
+
+        All of them, unless that takes more than `limit` steps.
+        """
         found: list[tuple[ChainStage, ...]] = []
         stack: list[tuple[int, int, float, float, tuple[ChainStage, ...]]] = [(0, self.devices, -np.inf, -np.inf, ())]
         for _ in range(limit):
@@ -222,7 +229,7 @@ class Tables:
         return found
 
     def extend(self, left: int, block: int, devices: int, f: float, g: float) -> tuple[Floats, Floats]:
-        """Every stage that may come next, with `left` stages left: (f, g) lifted to what the rest will need at least, [end - block - 1, k]."""
+        """(f, g) after each stage that may come next, lifted to what the rest needs at least: [end - block - 1, k]."""
         usable = int(np.searchsorted(self.replicas, devices, side="right"))
         rest = devices - self.replicas[:usable]
         after_f, after_g = self.least_f[left - 1][block + 1 :, rest], self.least_g[left - 1][block + 1 :, rest]
@@ -231,7 +238,7 @@ class Tables:
         return lifted_f, lifted_g
 
     def _search(self, stage_count: int, starts: list[int]) -> tuple[ChainStage, ...]:
-        """Best-first over labels (stages left, block, devices left, f, g); the first plan completed at the least bound is optimal.
+        """Best-first over labels (stages left, block, devices left, f, g); the first complete plan popped is optimal.
 
         Labels carry f and g lifted to the tables' bound for the rest, which makes most of them equal and so dominated.
         Ties go to the deeper label, then to the one made first: deterministic.

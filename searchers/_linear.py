@@ -1,7 +1,7 @@
-"""The linear block model in which published planners are compared: times and bytes grow with the samples a device holds.
+"""The linear block model in which published planners are compared: costs grow with the samples a device holds.
 
-A stage on r replicas holds b = ceil(ceil(BS / (R MB)) / r) samples per device; F = b sum f + c, B = b sum g + c, bytes = sum w + b sum a,
-C = (what enters + what leaves) b / bandwidth.
+A stage on r replicas holds b = ceil(ceil(BS / (R MB)) / r) samples per device; F = b sum f + c, B = b sum g + c,
+bytes = sum w + b sum a, C = (what enters + what leaves) b / bandwidth.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["linear_costs", "replica_choices"]
 
 
 def replica_choices(devices: int, samples: int, *, power_of_two: bool) -> tuple[int, ...]:
-    """Replica counts a stage may have: at most `devices`, at most one per sample of the micro-batch; powers of two if asked."""
+    """Replica counts a stage may have: at most `devices`, at most one per sample; powers of two if asked."""
     most = max(0, min(devices, samples))
     return tuple(1 << e for e in range(most.bit_length())) if power_of_two else tuple(range(1, most + 1))
 
@@ -37,7 +37,7 @@ def linear_costs(
     global_batch: int,
     power_of_two: bool,
 ) -> StageCosts:
-    """Dense costs under the linear model; `forward`, `backward`, `activation_bytes` and `output_bytes` are per sample, `bandwidth` None is free."""
+    """Dense costs under the linear model; all but weights and the constant are per sample, `bandwidth` None is free."""
     n = len(forward)
     samples = -(-global_batch // (pipelines * micro_batches))
     replicas = replica_choices(devices, samples, power_of_two=power_of_two)

@@ -1,7 +1,7 @@
 """The search around the stage problem: nodes per pipeline, micro-batches and recomputation, for every number of stages.
 
-A shape fixes all but the stages: `nodes` per pipeline (R = all nodes / nodes identical pipelines of D devices), micro-batches and recomputation.
-Within a shape the stage problem is solved exactly; plans of different shapes are ranked by the lock-step estimate.
+A shape fixes all but the stages: nodes per pipeline (hence R identical pipelines of D devices), micro-batches and
+recomputation. Within a shape the stage problem is solved exactly; shapes are compared by the lock-step estimate.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PipelineSearch:
         return min(found, key=lambda choice: choice.lockstep_s, default=None)
 
     def record(self, stage_count: int, answer: PipelineChoice | Unplannable) -> None:
-        """Keep the better of `answer` and what is known: a plan beats a reason, a smaller shortfall says more than a larger one."""
+        """Keep the better of `answer` and what is known: a plan beats a reason, a small shortfall a larger one."""
         known = self.by_stage_count.get(stage_count)
         if known is None or _rank(answer) < _rank(known):
             self.by_stage_count[stage_count] = answer
@@ -95,7 +95,7 @@ def plan_lockstep_s(costs: StageCosts, stages: tuple[ChainStage, ...], *, includ
 def all_shapes(
     nodes: int, devices_per_node: int, micro_batch_counts: Iterable[int], recompute: Iterable[bool] = (False, True)
 ) -> list[PipelineShape]:
-    """Every divisor of `nodes` as nodes per pipeline, with every number of micro-batches and every choice of recomputation."""
+    """Every divisor of `nodes` as nodes per pipeline, with every number of micro-batches and recomputation."""
     recompute, counts = tuple(recompute), tuple(micro_batch_counts)
     return [
         PipelineShape(
@@ -115,10 +115,11 @@ def search_pipelines(
     include_allreduce: bool = True,
     tie_limit: int = 64,
 ) -> Iterator[PipelineSearch]:
-    """Search all shapes and all numbers of stages; yields the same growing result after every shape, so that the caller may stop.
+    """Search all shapes and numbers of stages; yields the same growing result after every shape: stop when you like.
 
-    A number of stages of a shape is skipped only when a lower bound of its lock-step estimate reaches the best known for that number of stages.
-    `costs_of` may answer None for a shape that cannot be; it is asked up to twice per shape. `tie_limit` bounds the plans of equal value looked at for the least estimate.
+    A number of stages of a shape is skipped only when a lower bound of its lock-step estimate reaches the best known
+    for that number. `costs_of` may answer None for a shape that cannot be; it is asked up to twice per shape.
+    `tie_limit` bounds the steps spent on plans of equal value, among which the least estimate is taken.
     """
     result = PipelineSearch()
     bounded = [
@@ -157,8 +158,10 @@ def released_search(
     include_allreduce: bool = True,
     tie_limit: int = 10_000,
 ) -> PipelineSearch:
-    """The released search order, for comparison: S starts where the previous number of nodes ended, micro-batches are powers of two,
-    recomputation is on iff there are several micro-batches, and (`stop_at_first`) the first S with any plan ends the search.
+    """The released search order, for comparison.
+
+    S starts where the previous number of nodes ended, micro-batches are powers of two, recomputation is on iff there
+    are several, and (`stop_at_first`) the first S with any plan ends the search.
     """
     result = PipelineSearch()
     tried = 0
@@ -184,7 +187,7 @@ def released_search(
 def _choose(
     shape: PipelineShape, tables: Tables, count: int, include_allreduce: bool, tie_limit: int
 ) -> PipelineChoice | Unplannable:
-    """The plan of least value; among (at most `tie_limit`) plans of that value, the one with the least lock-step estimate."""
+    """The plan of least value; among those of that value (within `tie_limit` steps), the one of least estimate."""
     costs = tables.costs
     plan = tables.best(count)
     if isinstance(plan, Unplannable):
@@ -205,7 +208,7 @@ def _reaches(bound_s: float, known: PipelineChoice | Unplannable | None) -> bool
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Bounds:
-    """Parts of the lower bound of the lock-step estimate: least sums of f + g for 1, 2, … stages, least max f + max g for any number."""
+    """Parts of a lower bound: least sums of f + g for 1, 2, … stages, least max f + max g for any number."""
 
     sums_s: tuple[float, ...]
     value_s: float

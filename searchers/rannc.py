@@ -1,4 +1,7 @@
-"""RaNNC: pipelines of unequal stages with data parallelism inside each stage (Tanaka et al., IPDPS 2021, arXiv 2103.16063)."""
+"""RaNNC: pipelines of unequal stages with data parallelism inside each stage.
+
+Reference: Tanaka et al., IPDPS 2021, arXiv 2103.16063.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +45,7 @@ def solve_stages(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def solve_outer(inputs: dict[str, Any]) -> dict[str, Any]:
-    """The released outer search under the linear model, ended at the first number of stages with a plan and not ended there."""
+    """The released outer search under the linear model, with and without its early end."""
 
     def costs_of(shape: PipelineShape) -> StageCosts:
         return _linear(inputs, shape.devices, shape.pipelines, shape.micro_batches)
@@ -70,7 +73,7 @@ def solve_outer(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def solve_lockstep(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Estimates from a published stage table of a BERT model: lock-step with and without transfers, memory, parameter counts.
+    """Estimates from a published stage table of a BERT model: lock-step times, memory, parameter counts.
 
     All-reduce times imply parameter bytes at 10 GiB/s, two bytes per parameter: the constants of the released profiler.
     """
@@ -109,7 +112,7 @@ def solve_lockstep(inputs: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bert_parameters(*, hidden: int, layers: int, vocab: int, max_positions: int, token_types: int) -> int:
-    """Parameters of BERT with its two pre-training heads, the decoder tied to the word embedding (Devlin et al., 2019)."""
+    """Parameters of BERT with both pre-training heads, decoder tied to the embedding (Devlin et al., 2019)."""
     embedding = (vocab + max_positions + token_types) * hidden + 2 * hidden
     layer = 12 * hidden * hidden + 13 * hidden
     pooler = hidden * hidden + hidden

@@ -120,7 +120,7 @@ def enumerated_linear(case: dict[str, Any], order: str = "value") -> float:
 
 
 def single_record(case: dict[str, Any], *, with_transfers: bool) -> float:
-    """The inexact dynamic program: one (f, g) record per cell, kept by its sum; without transfers in the records when asked."""
+    """The inexact dynamic program: one (f, g) record per cell, kept by its sum; transfers in the record or not."""
     n, samples = len(case["f"]), math.ceil(case["BS"] / (case["R"] * case["MB"]))
     cells: dict[tuple[int, int], tuple[float, float, float]] = {(0, 0): (0.0, 0.0, 0.0)}
     for _ in range(case["S"]):
@@ -245,11 +245,10 @@ def test_memory_exactly_at_the_limit_does_not_fit_and_says_so() -> None:
     case = linear(3) | {"S": 1, "D": 1, "w": [4] * len(linear(3)["f"]), "a": [0] * len(linear(3)["f"])}
     assert not solve_stages(case | {"M": 4 * len(case["w"])})["feasible"]
     assert solve_stages(case | {"M": 4 * len(case["w"]) + 1})["feasible"]
+    n = len(case["w"])
+    stage = f"blocks 0..{n - 1} on 1 device"
     reason = solve_stages(case | {"M": 10})["why_infeasible"]
-    assert (
-        reason
-        == f"1 stages: at best, the stage with blocks 0..{len(case['f']) - 1} on 1 device is {4 * len(case['f']) - 10} bytes over the memory limit"
-    )
+    assert reason == f"1 stage: at best, the stage with {stage} is {4 * n - 10} bytes over the memory limit"
 
 
 def test_more_stages_than_blocks_or_devices_is_an_answer() -> None:
@@ -273,7 +272,7 @@ def test_same_input_same_plan() -> None:
     assert first == second
 
 
-# --- around the stage problem ------------------------------------------------------------------------------------------------------------
+# --- around the stage problem ----------------------------------------------------------------------------------------
 
 
 def outer_case(seed: int) -> dict[str, Any]:
@@ -295,9 +294,11 @@ def outer_case(seed: int) -> dict[str, Any]:
 
 def outer_costs(case: dict[str, Any], shape: PipelineShape) -> StageCosts:
     return linear_costs(
-        forward=case["f"], backward=case["g"], weight_bytes=case["w"], activation_bytes=case["a"], output_bytes=case["out"],
-        constant_s=case["c"], bandwidth=case["bw"], limit_bytes=case["M"], devices=shape.devices, pipelines=shape.pipelines,
-        micro_batches=shape.micro_batches, global_batch=case["BS"], power_of_two=case["power_of_two_replicas"],
+        forward=case["f"], backward=case["g"], weight_bytes=case["w"],
+        activation_bytes=case["a"], output_bytes=case["out"], constant_s=case["c"], bandwidth=case["bw"],
+        limit_bytes=case["M"],
+        devices=shape.devices, pipelines=shape.pipelines, micro_batches=shape.micro_batches, global_batch=case["BS"],
+        power_of_two=case["power_of_two_replicas"],
     )  # fmt: skip
 
 
@@ -318,7 +319,7 @@ def enumerated_shape(case: dict[str, Any], shape: PipelineShape, stages: int) ->
 
 def finished(shapes: list[PipelineShape], case: dict[str, Any]) -> PipelineSearch:
     *_, last = search_pipelines(
-        shapes, lambda shape: outer_costs(case, shape), max_stages=4, include_allreduce=False, tie_limit=10_000
+        shapes, lambda shape: outer_costs(case, shape), max_stages=6, include_allreduce=False, tie_limit=10_000
     )
     return last
 
@@ -344,22 +345,21 @@ def test_outer_search_finds_the_best_of_every_number_of_stages() -> None:
 
 
 def test_the_first_feasible_number_of_stages_is_not_always_the_best() -> None:
+    # Five devices and powers of two: few stages cannot use the devices, or balance badly.
     worse = 0
-    for seed in range(150):
-        # Six devices and powers of two: one stage cannot use them, two stages balance badly, three do well.
-        case = outer_case(seed) | {"nodes": 1, "devices_per_node": 6, "BS": 24, "power_of_two_replicas": True}
-        shapes = all_shapes(1, 6, (1, 2, 4), (False,))
-        answer, best = solve_outer(case), finished(shapes, case).best
-        if best is None:
-            assert not answer["feasible"]
-            continue
-        if answer["feasible"]:
-            assert (
-                best.lockstep_s
-                <= answer["search_all_S"]["time"] * (1 + 1e-12)
-                <= answer["first_feasible_S"]["time"] * (1 + 2e-12)
-            )
-            worse += best.lockstep_s < answer["first_feasible_S"]["time"] * (1 - 1e-9)
+    for seed in range(100):
+        rng = np.random.default_rng(seed)
+        lists = {"f": (1, 10), "g": (1, 20), "w": (0, 6), "a": (0, 2), "out": (0, 5)}
+        case = linear(seed) | {name: rng.integers(low, high, 6).tolist() for name, (low, high) in lists.items()}
+        case |= {"M": int(rng.integers(12, 40)), "power_of_two_replicas": True, "BS": 64, "max_MB": 32}
+        case |= {"nodes": 1, "devices_per_node": 5, "include_allreduce": False}
+        answer = solve_outer(case)
+        best = finished(all_shapes(1, 5, (1, 2, 4, 8, 16, 32), (False,)), case).best
+        assert (best is None) == (not answer["feasible"])
+        if best is not None:
+            first, every = answer["first_feasible_S"]["time"], answer["search_all_S"]["time"]
+            assert best.lockstep_s == pytest.approx(every, rel=1e-12)
+            worse += every < first * (1 - 1e-9)
     assert worse > 5
 
 

@@ -1,4 +1,7 @@
-"""`python -m simpart.testing FILE…` runs golden cases: exit status 0 if none failed, 1 if some did, 2 for a file that cannot be used."""
+"""`python -m simpart.testing FILE…` runs golden cases.
+
+Exit status 0 if none failed, 1 if some did, 2 for a file that cannot be used.
+"""
 
 from __future__ import annotations
 

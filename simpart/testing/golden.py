@@ -1,7 +1,8 @@
 """Golden cases: published or enumerated answers in a JSON file, and the planner that must reproduce each.
 
-A case names its solver by `planner` or `kind`; the table below says which function answers it. A function takes the case's inputs and
-returns the same keys as the case's `expected`. It is found by import name when a case asks for it, since simpart does not import searchers.
+A case names its solver by `planner` or `kind`; the table below says which function answers it. A function takes the
+case's inputs and returns the same keys as the case's `expected`. It is found by import name when a case asks for it,
+since simpart does not import searchers.
 """
 
 from __future__ import annotations
