@@ -1,0 +1,188 @@
+"""A plan from the configuration people state by hand: tp, pp, dp, micro-batch, schedule, recomputation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from simpart.errors import UnknownNameError, UnsupportedError, UserError
+from simpart.graph import Graph
+from simpart.partition import clonable_ops
+from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
+from simpart.problem import Problem
+from simpart.schedule import SCHEDULES, Schedule
+
+__all__ = ["RECOMPUTE", "Configuration", "configure", "equal_layers", "layer_calls", "recompute_regions"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+RECOMPUTE = ("none", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Configuration:
+    """Parallel degrees as launch scripts state them. `dp` None takes the devices that pp leaves; `micro_batch` is per replica."""
+
+    pp: int = 1
+    dp: int | None = None
+    tp: int = 1
+    micro_batch: int | None = None
+    schedule: str = "1f1b"
+    recompute: str = "none"
+    zero: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("pp", "dp", "tp", "micro_batch"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name.replace('_', '-')} must be at least 1, got {value}")
+        if self.schedule not in SCHEDULES:
+            raise UnknownNameError("schedule", self.schedule, SCHEDULES)
+        if self.recompute not in RECOMPUTE:
+            raise UnknownNameError("recomputation", self.recompute, RECOMPUTE)
+        if self.tp > 1:
+            raise UnsupportedError(f"tp={self.tp}: tensor parallelism is not lowered in this version; use tp=1 with pp and dp")
+        if self.zero > 0:
+            raise UnsupportedError(f"zero={self.zero}: sharded state is not lowered in this version; use zero=0")
+
+
+def configure(problem: Problem, configuration: Configuration) -> Plan:
+    """The plan of a configuration: pp stages of equal layers, each on dp consecutive devices.
+
+    Raises UserError, with values that would work, when the degrees do not fit the devices or the global batch.
+    """
+    size, pp = problem.cluster.size, configuration.pp
+    if configuration.dp is None and size % pp:
+        raise UserError(f"pp must divide the {size} devices when dp is not given, got pp={pp}; try {_divisors(size)}")
+    dp = configuration.dp or size // pp
+    if pp * dp > size:
+        raise UserError(f"pp={pp} and dp={dp} need {pp * dp} devices, {problem.cluster.name} has {size}; lower one of them")
+    micro_batch, count = split_batch(problem.global_batch, dp, configuration.micro_batch)
+    graph = problem.graph.at(micro_batch)
+    stage_of = equal_layers(graph, pp)
+    stages = []
+    for s in range(pp):
+        ops = np.flatnonzero(stage_of == s)
+        regions = recompute_regions(graph, ops) if configuration.recompute == "full" else ()
+        stages.append(Stage(ops=OpSet.of(graph, ops), group=s, recompute=regions))
+    groups = tuple(
+        DeviceGroup(devices=Devices.of(range(s * dp, (s + 1) * dp)), axes=(("dp", dp),) if dp > 1 else (("dp", 1),))
+        for s in range(pp)
+    )
+    return Plan(
+        graph=graph.fingerprint,
+        groups=groups,
+        stages=tuple(stages),
+        batch=Batch(micro_batches=count, sizes=((micro_batch,) * dp,) * pp),
+        schedule=Schedule(kind=configuration.schedule),
+        mode=problem.mode,
+    )
+
+
+def split_batch(global_batch: int, dp: int, micro_batch: int | None) -> tuple[int, int]:
+    """(samples per replica and micro-batch, number of micro-batches). Default: the smallest, one sample."""
+    if global_batch % dp:
+        raise UserError(f"dp must divide the global batch, got dp={dp}, global batch {global_batch}; try {_divisors(global_batch)}")
+    share = global_batch // dp
+    chosen = micro_batch or 1
+    if share % chosen:
+        raise UserError(
+            f"micro-batch × dp must divide the global batch, got {chosen} × {dp} and {global_batch}; "
+            f"try micro-batch {_divisors(share)}"
+        )
+    return chosen, share // chosen
+
+
+def layer_calls(graph: Graph) -> list[int]:
+    """The calls of the template that makes up most of the graph: its layers. Empty when nothing repeats."""
+    sizes: dict[int, int] = {}
+    for call in graph.calls:
+        sizes[call.template] = sizes.get(call.template, 0) + len(graph.templates[call.template].ops)
+    counts = {t: sum(call.template == t for call in graph.calls) for t in sizes}
+    repeated = [t for t in sizes if counts[t] > 1]
+    if not repeated:
+        return []
+    template = max(repeated, key=lambda t: (sizes[t], -t))
+    return [i for i, call in enumerate(graph.calls) if call.template == template]
+
+
+def equal_layers(graph: Graph, stages: int) -> Ints:
+    """Stage of each op when every stage gets the same number of layers (the first stages one more where it does not divide), what stands before the
+    first layer goes to the first stage, behind the last to the last. Where fewer layers than stages repeat, runs of ops with equal FLOPs.
+    """
+    flat = graph.flat
+    layers = layer_calls(graph)
+    if len(layers) >= stages:
+        share = [len(part) for part in np.array_split(np.arange(len(layers)), stages)]
+        first_calls = [layers[k] for k in np.cumsum([0, *share[:-1]])]
+        stage_of = np.searchsorted(np.array(first_calls), flat.op_call, side="right") - 1
+        stage_of = np.maximum(stage_of, 0)
+    else:
+        stage_of = _equal_work(graph, stages)
+    return _keep_groups_whole(graph, stage_of)
+
+
+def _equal_work(graph: Graph, stages: int) -> Ints:
+    from simpart.flops import op_class_flops
+
+    flat = graph.flat
+    groups = int((~clonable_ops(graph)).sum())
+    if stages > groups:
+        raise UserError(f"pp={stages} stages need at least as many ops, the graph has {groups}; lower pp")
+    weight = op_class_flops(graph, 2)[flat.op_class] + 1.0
+    weight[clonable_ops(graph)] = 0
+    middle = np.cumsum(weight) - weight / 2
+    stage_of = np.minimum((middle / weight.sum() * stages).astype(np.int64), stages - 1)
+    own = np.flatnonzero(~clonable_ops(graph))
+    ranks = np.arange(own.size)
+    least = np.maximum(stage_of[own], stages - own.size + ranks)  # leave an op for every later stage
+    forward = np.minimum(least, ranks)  # and have one for every earlier stage
+    forward = np.minimum.accumulate(np.maximum.accumulate(forward)[::-1])[::-1]
+    for k in range(1, own.size):  # no stage is skipped
+        forward[k] = min(forward[k], forward[k - 1] + 1)
+    stage_of[own] = np.maximum(forward, stages - own.size + ranks)
+    return stage_of
+
+
+def _keep_groups_whole(graph: Graph, stage_of: Ints) -> Ints:
+    """Ops of an indivisible group go where its last op is, and ops in between with them if values would otherwise flow back."""
+    flat = graph.flat
+    last = np.zeros(len(stage_of), dtype=np.int64)
+    np.maximum.at(last, flat.op_group, stage_of)
+    moved = last[flat.op_group]
+    producers = flat.value_op[flat.op_inputs]
+    consumer = np.repeat(np.arange(len(moved)), np.diff(flat.op_indptr))
+    clonable = clonable_ops(graph)
+    for _ in range(len(moved)):
+        real = (producers >= 0) & ~clonable[np.maximum(producers, 0)] & ~clonable[consumer]
+        raised = moved.copy()
+        np.maximum.at(raised, consumer[real], moved[producers[real]])
+        np.maximum.at(last, flat.op_group, raised)
+        raised = last[flat.op_group]
+        if (raised == moved).all():
+            break
+        moved = raised
+    return moved
+
+
+def recompute_regions(graph: Graph, ops: Ints) -> tuple[OpSet, ...]:
+    """One region per layer that lies in `ops` whole; where nothing repeats, one region of all ops that can be run twice."""
+    flat = graph.flat
+    mutates = np.array([graph.op_classes[c].mutates_buffer for c in flat.op_class[ops]], dtype=bool)
+    layers = set(layer_calls(graph))
+    inside = [call for call in np.unique(flat.op_call[ops]).tolist() if call in layers]
+    regions = []
+    for call in inside:
+        members = ops[flat.op_call[ops] == call]
+        if members.size == int((flat.op_call == call).sum()):
+            regions.append(OpSet.of(graph, members))
+    loss_op = int(flat.value_op[graph.loss])
+    if not regions:
+        usable = ops[~mutates & (ops != loss_op)]
+        return (OpSet.of(graph, usable),) if usable.size else ()
+    return tuple(regions)
+
+
+def _divisors(n: int) -> str:
+    found = [str(d) for d in range(1, n + 1) if n % d == 0]
+    return ", ".join(found if len(found) <= 8 else [*found[:4], "…", *found[-3:]])
