@@ -1,22 +1,22 @@
 """What a training step computes: ops that own kernels, as templates (functions) and calls (instances).
 
-A deep model repeats its layers, so a Graph stores each repeated region once as a `Template` and every occurrence as a `Call`
-that says which values flow in. Ops not repeated are templates called once. Everything per op is derived by `flat`,
-in numpy arrays, in the order of the exported forward graph.
+A deep model repeats its layers, so a Graph stores each repeated region once as a `Template` and every occurrence as a
+`Call` that says which values flow in. Ops not repeated are templates called once. Everything per op is derived by
+`flat`, in numpy arrays, in the order of the exported forward graph.
 
-Values are numbered per call: first the template's own sources (parameters and buffers that only this call reads), then
-what its ops (or, at kernel level, its kernels) produce. Globally: the Graph's shared sources come first, then the values of
-call 0, call 1, … Refs inside a template are local value numbers when >= 0, and `~slot` (that is `-1-slot`) for the call's
-external `slot`.
+Values are numbered per call: first the template's own sources (parameters and buffers that only this call reads),
+then what its ops (or, at kernel level, its kernels) produce. Globally: the Graph's shared sources come first, then
+the values of call 0, call 1, … Refs inside a template are local value numbers when >= 0, and `~slot` (that is
+`-1-slot`) for the call's external `slot`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 
@@ -33,8 +33,9 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A tensor that no op makes. `name` is a dotted parameter or buffer name (with `{0}` for a call's variables when the
-    source belongs to a template), or the position of a graph input. `aliases` are further names of a tied parameter."""
+    """A tensor that no op makes. `name` is a dotted parameter or buffer name (with `{0}` for a call's variables when
+    the source belongs to a template), or the position of a graph input. `aliases` are further names of a tied
+    parameter."""
 
     kind: SourceKind
     name: str
@@ -47,8 +48,9 @@ class Source:
 class Kernel:
     """One ATen node of the joint graph. `op` is the index of its owner in the template.
 
-    `arguments` is the call as JSON: `{"positional": […], "named": {…}}` with `{"tensor": i}` for the i-th input and sizes
-    that depend on the micro-batch written as in `simpart.sizes`. `view` says that output 0 shares the storage of input 0.
+    `arguments` is the call as JSON: `{"positional": […], "named": {…}}` with `{"tensor": i}` for the i-th input and
+    sizes that depend on the micro-batch written as in `simpart.sizes`. `view` says that output 0 shares the storage
+    of input 0.
     """
 
     op: int
@@ -88,9 +90,10 @@ class Template:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """An instance of a template. `variables` fill `{0}`, `{1}` … in paths and names; `externals` and `kernel_externals` are global
-    value numbers for the slots at op and at kernel level. `omits` lists kernels this instance lacks: gradient-accumulation
-    adds (k users of a value need k - 1); the output of an omitted kernel is its last input."""
+    """An instance of a template. `variables` fill `{0}`, `{1}` … in paths and names; `externals` and
+    `kernel_externals` are global value numbers for the slots at op and at kernel level, as many in every call of a
+    template. `omits` lists kernels this instance lacks: gradient-accumulation adds (k users of a value need k - 1);
+    the output of an omitted kernel is its last input."""
 
     template: int
     variables: tuple[str, ...] = ()
@@ -126,11 +129,11 @@ class Flat:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Graph:
-    """A captured training step of one precision, for any micro-batch >= 2 (and 1, unless `at_one` holds its own structure).
+    """A captured training step of one precision, for any micro-batch >= 2, and for 1 unless `at_one` holds another.
 
-    `loss` is the op-level value number of the scalar loss; `gradients` maps each trainable parameter's global op-level value
-    number to the kernel-level value that is its gradient. `model` is the spec it was captured from. Two Graphs are the same when their
-    `fingerprint` is; `==` is identity.
+    `loss` is the op-level value number of the scalar loss; `gradients` maps each trainable parameter's global
+    op-level value number to the kernel-level value that is its gradient. `model` is the spec it was captured from.
+    Two Graphs are the same when their `fingerprint` is; `==` is identity.
     """
 
     model: str
@@ -146,7 +149,7 @@ class Graph:
 
     # --- which graph, which name -------------------------------------------------------------------------------------
     def at(self, micro_batch: int) -> Graph:
-        """The structure that runs at this micro-batch: micro-batch 1 may be another graph (`specs`: views for copies)."""
+        """The structure that runs at this micro-batch: 1 may be another graph (views where others copy)."""
         return self.at_one if micro_batch == 1 and self.at_one is not None else self
 
     @cached_property
@@ -213,7 +216,7 @@ class Graph:
 
     def _offsets(self, sizes: list[int]) -> Ints:
         each = np.array([sizes[call.template] for call in self.calls], dtype=np.int64)
-        return len(self.sources) + np.concatenate([[0], np.cumsum(each)[:-1]]).astype(np.int64)
+        return len(self.sources) + np.cumsum(each) - each
 
     @cached_property
     def flat(self) -> Flat:
@@ -263,93 +266,125 @@ def named(source: Source, variables: tuple[str, ...]) -> Source:
 
 
 def flatten(graph: Graph) -> Flat:
-    """Derive the flat arrays; cost is linear in ops and kernels, with numpy doing the work per call."""
-    templates = [_TemplateArrays(t) for t in graph.templates]
-    op_base = np.cumsum([0] + [len(t.ops) for t in graph.templates])
-    kernel_base = np.cumsum([0] + [len(t.kernels) for t in graph.templates])
-    op_start = np.cumsum([0] + [len(graph.templates[c.template].ops) for c in graph.calls])
-    parts: dict[str, list[Any]] = {name: [] for name in (
-        "op_class", "op_call", "op_group", "op_count", "op_inputs", "op_outputs", "value_op",
-        "kernel_class", "kernel_op", "kernel_forward", "kernel_count", "kernel_inputs", "kernel_outputs", "kernel_value")}  # fmt: skip
-    value_spec: list[TensorSpec] = [s.spec for s in graph.sources]
-    kernel_value_spec: list[TensorSpec] = list(value_spec)
-    kernels_so_far = 0
+    """Derive the flat arrays; numpy does the work for all calls of a template at once."""
+    arrays = [_TemplateArrays(t) for t in graph.templates]
+    callee = np.array([call.template for call in graph.calls], dtype=np.int64)
+    members = [np.flatnonzero(callee == t) for t in range(len(arrays))]
+    op_sizes = np.array([a.op_count.size for a in arrays], dtype=np.int64)
+    kernel_sizes = np.array([a.kernel_count.size for a in arrays], dtype=np.int64)
+    op_base, kernel_base = _starts(op_sizes), _starts(kernel_sizes)
+    first_op, first_kernel = _starts(op_sizes[callee]), _starts(kernel_sizes[callee])
+    first_value, first_kernel_value = graph.value_offsets, graph.kernel_value_offsets
+
+    def spread(part: Callable[[_TemplateArrays], Ints], base: Ints) -> Ints:
+        """One row of `part` per call, each raised by the call's `base`, in the order of the calls."""
+        rows = [part(a) for a in arrays]
+        sizes = np.array([row.size for row in rows], dtype=np.int64)
+        start = _starts(sizes[callee])
+        out = np.empty(int(sizes[callee].sum()), dtype=np.int64)
+        for row, calls in zip(rows, members, strict=True):
+            out[start[calls, None] + np.arange(row.size)] = base[calls, None] + row
+        return out
+
+    def inputs(part: Callable[[_TemplateArrays], Ints], first: Ints, slots: Callable[[Call], tuple[int, ...]]) -> Ints:
+        """Local refs as global value numbers."""
+        rows = [part(a) for a in arrays]
+        sizes = np.array([row.size for row in rows], dtype=np.int64)
+        start = _starts(sizes[callee])
+        out = np.empty(int(sizes[callee].sum()), dtype=np.int64)
+        for row, calls in zip(rows, members, strict=True):
+            found = first[calls, None] + row
+            outside = np.flatnonzero(row < 0)
+            if outside.size and calls.size:
+                bound = np.array([slots(graph.calls[i]) for i in calls.tolist()], dtype=np.int64)
+                found[:, outside] = bound[:, ~row[outside]]
+            out[start[calls, None] + np.arange(row.size)] = found
+        return out
+
+    def specs(part: Callable[[_TemplateArrays], list[TensorSpec]]) -> tuple[TensorSpec, ...]:
+        found = [s.spec for s in graph.sources]
+        rows = [part(a) for a in arrays]
+        for t in callee.tolist():
+            found.extend(rows[t])
+        return tuple(found)
+
+    def producer(part: Callable[[_TemplateArrays], Ints], first: Ints) -> Ints:
+        """Producer of each value, -1 for sources."""
+        own = spread(part, np.zeros(callee.size, dtype=np.int64))
+        raised = spread(part, first)
+        return np.concatenate([np.full(len(graph.sources), -1), np.where(own < 0, -1, raised)])
+
+    none = np.zeros(callee.size, dtype=np.int64)
+    group = spread(lambda a: a.op_group, first_op)
+    for joined in graph.joined:
+        group[np.isin(group, group[list(joined)])] = min(group[list(joined)])
+    op_count, kernel_count = spread(lambda a: a.op_count, none), spread(lambda a: a.kernel_count, none)
+    keep = np.ones(int(kernel_sizes[callee].sum()), dtype=bool)
     for i, call in enumerate(graph.calls):
-        arrays, first_op = templates[call.template], op_start[i]
-        first_value, first_kernel_value = graph.value_offsets[i], graph.kernel_value_offsets[i]
-        parts["op_class"].append(op_base[call.template] + arrays.op_range)
-        parts["op_call"].append(np.full(arrays.op_range.size, i))
-        parts["op_group"].append(first_op + arrays.op_group)
-        parts["op_count"].append(arrays.op_count)
-        parts["op_inputs"].append(resolve(arrays.op_inputs, first_value, call.externals))
-        parts["op_outputs"].append(first_value + arrays.op_outputs)
-        parts["value_op"].append(np.where(arrays.value_op < 0, -1, first_op + arrays.value_op))
-        value_spec.extend(arrays.value_spec)
-        kernel_value_spec.extend(arrays.kernel_value_spec)
-        inputs = resolve(arrays.kernel_inputs, first_kernel_value, call.kernel_externals)
-        keep = np.ones(arrays.kernel_range.size, dtype=bool)
-        keep[list(call.omits)] = False
-        parts["kernel_class"].append((kernel_base[call.template] + arrays.kernel_range)[keep])
-        parts["kernel_op"].append(first_op + arrays.kernel_op[keep])
-        parts["kernel_forward"].append(arrays.kernel_forward[keep])
-        parts["kernel_count"].append(arrays.kernel_count[keep])
-        parts["kernel_inputs"].append(inputs[np.repeat(keep, arrays.kernel_count)])
-        parts["kernel_outputs"].append(first_kernel_value + arrays.kernel_outputs[keep])
-        number = np.where(keep, kernels_so_far + np.cumsum(keep) - 1, -2)
-        parts["kernel_value"].append(np.where(arrays.value_kernel < 0, -1, number[arrays.value_kernel]))
-        kernels_so_far += int(keep.sum())
-    joined = {name: np.concatenate([np.zeros(0, dtype=np.int64), *arrays]) for name, arrays in parts.items()}
-    sources = np.full(len(graph.sources), -1)
-    group = joined["op_group"].astype(np.int64)
-    for members in graph.joined:
-        group[np.isin(group, group[list(members)])] = min(group[list(members)])
-    kernel_inputs = _through_omitted(graph, joined["kernel_inputs"].astype(np.int64))
+        if call.omits:
+            keep[first_kernel[i] + np.array(call.omits)] = False
+    kernel_inputs = inputs(lambda a: a.kernel_inputs, first_kernel_value, lambda call: call.kernel_externals)
+    value_kernel = producer(lambda a: a.value_kernel, first_kernel)
+    kernel_class = spread(lambda a: a.kernel_range, kernel_base[callee])
+    kernel_op = spread(lambda a: a.kernel_op, first_op)
+    kernel_outputs = spread(lambda a: a.kernel_outputs, first_kernel_value)
+    kernel_forward = spread(lambda a: a.kernel_forward, none).astype(np.bool_)
+    if not keep.all():
+        kernel_inputs = _through_omitted(graph, kernel_inputs[np.repeat(keep, kernel_count)], value_kernel.size)
+        number = np.where(keep, np.cumsum(keep) - 1, -2)
+        value_kernel = np.where(value_kernel < 0, -1, number[value_kernel])
+        kernel_class, kernel_op, kernel_outputs = kernel_class[keep], kernel_op[keep], kernel_outputs[keep]
+        kernel_forward, kernel_count = kernel_forward[keep], kernel_count[keep]
     return Flat(
-        op_class=joined["op_class"].astype(np.int64),
-        op_call=joined["op_call"].astype(np.int64),
+        op_class=spread(lambda a: a.op_range, op_base[callee]),
+        op_call=spread(lambda a: np.zeros_like(a.op_range), np.arange(callee.size)),
         op_group=group,
-        op_indptr=np.concatenate([[0], np.cumsum(joined["op_count"])]).astype(np.int64),
-        op_inputs=joined["op_inputs"].astype(np.int64),
-        op_outputs=joined["op_outputs"].astype(np.int64),
-        value_op=np.concatenate([sources, joined["value_op"]]).astype(np.int64),
-        value_spec=tuple(value_spec),
-        kernel_class=joined["kernel_class"].astype(np.int64),
-        kernel_op=joined["kernel_op"].astype(np.int64),
-        kernel_forward=joined["kernel_forward"].astype(np.bool_),
-        kernel_indptr=np.concatenate([[0], np.cumsum(joined["kernel_count"])]).astype(np.int64),
+        op_indptr=np.concatenate([[0], np.cumsum(op_count)]),
+        op_inputs=inputs(lambda a: a.op_inputs, first_value, lambda call: call.externals),
+        op_outputs=spread(lambda a: a.op_outputs, first_value),
+        value_op=producer(lambda a: a.value_op, first_op),
+        value_spec=specs(lambda a: a.value_spec),
+        kernel_class=kernel_class,
+        kernel_op=kernel_op,
+        kernel_forward=kernel_forward,
+        kernel_indptr=np.concatenate([[0], np.cumsum(kernel_count)]),
         kernel_inputs=kernel_inputs,
-        kernel_outputs=joined["kernel_outputs"].astype(np.int64),
-        kernel_value_kernel=np.concatenate([sources, joined["kernel_value"]]).astype(np.int64),
-        kernel_value_spec=tuple(kernel_value_spec),
+        kernel_outputs=kernel_outputs,
+        kernel_value_kernel=value_kernel,
+        kernel_value_spec=specs(lambda a: a.kernel_value_spec),
     )
 
 
-def resolve(refs: Ints, first: int, externals: tuple[int, ...]) -> Ints:
-    """Local refs of a template as global value numbers of one call."""
-    if not externals:
-        return first + refs
-    slots = np.array(externals, dtype=np.int64)
-    return np.where(refs >= 0, first + refs, slots[np.clip(~refs, 0, len(externals) - 1)])
+def _starts(sizes: Ints) -> Ints:
+    """Where each of several consecutive ranges of these sizes begins."""
+    return np.cumsum(sizes) - sizes
 
 
 def omitted_values(graph: Graph) -> dict[int, int]:
     """Global kernel-level value of each omitted kernel, with the value that stands for it (its last input)."""
     found: dict[int, int] = {}
-    for first, call in zip(graph.kernel_value_offsets, graph.calls, strict=True):
+    for i, call in enumerate(graph.calls):
         if not call.omits:
             continue
-        template = graph.templates[call.template]
+        first, template = int(graph.kernel_value_offsets[i]), graph.templates[call.template]
         starts = np.cumsum([len(template.sources)] + [len(k.outputs) for k in template.kernels])
         for k in call.omits:
             ref = template.kernels[k].inputs[-1]
-            found[int(first + starts[k])] = int(first + ref) if ref >= 0 else call.kernel_externals[~ref]
+            found[first + int(starts[k])] = first + ref if ref >= 0 else call.kernel_externals[~ref]
+    for value, stand_in in found.items():
+        seen = {value}
+        while stand_in in found and stand_in not in seen:
+            seen.add(stand_in)
+            stand_in = found[stand_in]
+        found[value] = stand_in
     return found
 
 
-def _through_omitted(graph: Graph, inputs: Ints) -> Ints:
-    for value, stand_in in omitted_values(graph).items():
-        inputs[inputs == value] = stand_in
-    return inputs
+def _through_omitted(graph: Graph, inputs: Ints, values: int) -> Ints:
+    stand_in = np.arange(values)
+    for value, other in omitted_values(graph).items():
+        stand_in[value] = other
+    return stand_in[inputs]
 
 
 class _TemplateArrays:
@@ -376,7 +411,7 @@ class _TemplateArrays:
         self.value_spec = specs + [spec for op in template.ops for spec in op.outputs]
         self.kernel_range = np.arange(len(template.kernels))
         self.kernel_op = ints([k.op for k in template.kernels])
-        self.kernel_forward = np.array([k.phase == "F" for k in template.kernels], dtype=bool)
+        self.kernel_forward = ints([int(k.phase == "F") for k in template.kernels])
         self.kernel_count = ints([len(k.inputs) for k in template.kernels])
         self.kernel_inputs = ints([ref for k in template.kernels for ref in k.inputs])
         self.kernel_outputs = own + ints([0, *np.cumsum(kernel_sizes)][: len(kernel_sizes)])

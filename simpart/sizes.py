@@ -78,7 +78,7 @@ def size_from_json(text: Any) -> Size:
         return text
     if isinstance(text, str) and (match := _AFFINE.fullmatch(text)):
         slope = {"": 1, "-": -1}.get(match[1]) or int(match[1])
-        return Affine(int(match[2] or 0), slope)
+        return Affine(int(match[2] or 0), slope) if slope else int(match[2] or 0)
     if isinstance(text, dict) and text and all(k.isdigit() and type(v) is int for k, v in text.items()):
         return Table(tuple((int(k), v) for k, v in text.items()))
     raise FormatError(f"a size is an integer, '2b+1' or a table, got {text!r}")
@@ -88,14 +88,18 @@ def size_from_json(text: Any) -> Size:
 class TensorSpec:
     """Dims, dtype and layout of one tensor.
 
-    `order` lists dims from the outermost in memory to the innermost when the tensor is dense; else it is None and `strides`
-    holds the stride of each dim in elements.
+    `order` lists dims from the outermost in memory to the innermost when the tensor is dense; else it is None and
+    `strides` holds the stride of each dim in elements. With neither given the tensor is dense in natural order.
     """
 
     dims: tuple[Size, ...]
     dtype: str
     order: tuple[int, ...] | None = None
     strides: tuple[Size, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.order is None and self.strides is None:
+            object.__setattr__(self, "order", tuple(range(len(self.dims))))
 
     def shape(self, micro_batch: int) -> tuple[int, ...]:
         return tuple(size_at(d, micro_batch) for d in self.dims)

@@ -128,7 +128,7 @@ class ResNetDims:
 
     @property
     def parameter_count(self) -> int:
-        """Stem 149w; a block of width n on w channels nw + 13n² + 12n, its projection 4nw + 8n; head (w + 1)·classes."""
+        """Stem 149w; a block of width n on w channels nw + 13n² + 12n, its projection 4nw + 8n; head (w + 1)classes."""
         total, w = 149 * self.width, self.width
         for stage, count in enumerate(self.blocks):
             n = self.width * 2**stage
