@@ -1,0 +1,134 @@
+"""The inner loops of the compiled engine, in the Python that numba compiles; no caller but `order` and `compiled`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy arrays when compiled, lists where Python runs them
+
+
+def order_tasks(
+    indptr: Array, predecessors: Array, queue_indptr: Array, queue: Array, order: Array, head: Array
+) -> int:
+    """Fill `order` so that every task stands behind its predecessors and behind the task before it in its queue.
+
+    Each queue is run as far as it goes; a queue that meets an unfinished predecessor waits in that task's list (a queue waits
+    for one task at a time, so lists are linked through the queues). Linear in tasks and edges. Returns how many were
+    ordered; on fewer than all, `head[q]` is where queue q is stuck.
+    """
+    queues = len(queue_indptr) - 1
+    done = np.zeros(len(indptr) - 1, np.bool_)
+    first_waiting = np.full(len(indptr) - 1, -1)
+    next_waiting = np.full(queues, -1)
+    stack = np.arange(queues - 1, -1, -1)
+    top, count = queues, 0
+    for q in range(queues):
+        head[q] = queue_indptr[q]
+    while top > 0:
+        top -= 1
+        q = stack[top]
+        while head[q] < queue_indptr[q + 1]:
+            task = queue[head[q]]
+            blocker = -1
+            for k in range(indptr[task], indptr[task + 1]):
+                if not done[predecessors[k]]:
+                    blocker = predecessors[k]
+                    break
+            if blocker >= 0:
+                next_waiting[q] = first_waiting[blocker]
+                first_waiting[blocker] = q
+                break
+            order[count] = task
+            count += 1
+            head[q] += 1
+            done[task] = True
+            waiting = first_waiting[task]
+            while waiting >= 0:
+                stack[top] = waiting
+                top += 1
+                waiting = next_waiting[waiting]
+    return count
+
+
+def longest_path(
+    order: Array, resource: Array, indptr: Array, predecessors: Array, lag: Array, task_class: Array,
+    task_s: Array, lag_s: Array, free: Array, start: Array, end: Array,
+) -> None:  # fmt: skip
+    """Start and end of every task; `free` (one zero per resource) is used up."""
+    for i in order:
+        r = resource[i]
+        ready = 0.0
+        if r >= 0:
+            ready = free[r]
+        for k in range(indptr[i], indptr[i + 1]):
+            arrival = end[predecessors[k]]
+            if lag[k] >= 0:
+                arrival += lag_s[lag[k]]
+            if arrival > ready:
+                ready = arrival
+        start[i] = ready
+        finish = ready + task_s[task_class[i]]
+        end[i] = finish
+        if r >= 0:
+            free[r] = finish
+
+
+def longest_paths(
+    order: Array, resource: Array, indptr: Array, predecessors: Array, lag: Array, task_class: Array,
+    task_s: Array, lag_s: Array, free: Array, end: Array, latest: Array,
+) -> None:  # fmt: skip
+    """`longest_path` for a block of plans: the last axis of `task_s`, `lag_s`, `free`, `end`, and `latest` (makespans)."""
+    width = task_s.shape[1]
+    ready = np.empty(width)
+    for i in order:
+        r = resource[i]
+        if r >= 0:
+            for b in range(width):
+                ready[b] = free[r, b]
+        else:
+            for b in range(width):
+                ready[b] = 0.0
+        for k in range(indptr[i], indptr[i + 1]):
+            p, c = predecessors[k], lag[k]
+            if c >= 0:
+                for b in range(width):
+                    ready[b] = max(ready[b], end[p, b] + lag_s[c, b])
+            else:
+                for b in range(width):
+                    ready[b] = max(ready[b], end[p, b])
+        c = task_class[i]
+        if r >= 0:
+            for b in range(width):
+                finish = ready[b] + task_s[c, b]
+                end[i, b] = finish
+                free[r, b] = finish
+        else:
+            for b in range(width):
+                end[i, b] = ready[b] + task_s[c, b]
+    for i in order:
+        for b in range(width):
+            latest[b] = max(latest[b], end[i, b])
+
+
+def highest_levels(
+    queue_indptr: Array, queue: Array, groups: int, task_class: Array,
+    static: Array, start: Array, end: Array, within: Array, peak: Array, where: Array,
+) -> None:  # fmt: skip
+    """Largest total bytes of each group and the task during which they are held (-1: the static part alone).
+
+    A group runs one task at a time, so its level is a sum along its row, whatever the durations.
+    """
+    for g in range(groups):
+        level = static[g]
+        best, at = level, -1
+        for k in range(queue_indptr[g], queue_indptr[g + 1]):
+            c = task_class[queue[k]]
+            level += start[c]
+            if level + within[c] > best:
+                best = level + within[c]
+                at = queue[k]
+            level += end[c]
+        peak[g] = best
+        where[g] = at
