@@ -1,0 +1,203 @@
+"""`simpart hardware`: the devices and clusters that simpart knows, and this machine."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from simpart.errors import UnknownNameError, UserError
+from simpart.files import dump_json
+from simpart.hardware import (
+    Cluster,
+    Device,
+    device_to_dict,
+    list_clusters,
+    list_devices,
+    load_cluster,
+    load_device,
+)
+from simpart.quantity import format_quantity
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+__all__ = ["hardware"]
+
+_as_json = click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+
+
+@click.group()
+def hardware() -> None:
+    """Devices and clusters: list them, look at one, check a file, detect this machine.
+
+    \b
+    Example: simpart hardware show dgx-a100:2
+    """
+
+
+@hardware.command("list")
+@_as_json
+def list_command(as_json: bool) -> None:
+    """The devices and clusters that come with simpart, and this machine as `local`.
+
+    \b
+    Example: simpart hardware list
+    """
+    devices = [load_device(name) for name in list_devices()]
+    clusters = [load_cluster(name) for name in list_clusters()]
+    if as_json:
+        _print_json({"devices": [*map(device_to_dict, devices)], "clusters": [item.to_dict() for item in clusters]})
+        return
+    table = _table("device", "kind", "memory", "bandwidth", "float32", "bfloat16", "launch")
+    for device in devices:
+        table.add_row(
+            device.name,
+            device.kind,
+            _rounded(device.memory_bytes, "B"),
+            _rounded(device.memory_bytes_per_s, "B/s"),
+            _rounded(device.peak("float32"), "FLOP/s"),
+            _rounded(device.peak("bfloat16"), "FLOP/s"),
+            _rounded(device.kernel_launch_s, "s"),
+        )
+    _show(table)
+    table = _table("cluster", "devices", "links, innermost first")
+    for cluster in clusters:
+        links = ", ".join(f"{level.name} {_rounded(level.bytes_per_s, 'B/s')}" for level in cluster.levels)
+        table.add_row(cluster.name, _devices(cluster), links)
+    _show(table)
+    click.echo("NAME:N is N times the nodes of a cluster, as in dgx-a100:48. Bandwidths are per device and direction.")
+
+
+@hardware.command()
+@click.argument("name")
+@_as_json
+def show(name: str, as_json: bool) -> None:
+    """Every number of one device or cluster and where it is from. NAME may be a YAML file.
+
+    \b
+    Example: simpart hardware show a100
+    """
+    _print(_either(name), as_json)
+
+
+@hardware.command()
+@click.argument("file", type=click.Path())
+@_as_json
+def check(file: str, as_json: bool) -> None:
+    """Check the YAML file of a device or cluster; the first fault is named with its key and rule.
+
+    \b
+    Example: simpart hardware check my-cluster.yaml
+    """
+    from simpart.hardware_files import read_hardware
+
+    found = read_hardware(file)
+    kind = "device" if isinstance(found, Device) else "cluster"
+    if as_json:
+        _print_json({"file": file, "valid": True, "kind": kind, "name": found.name})
+    else:
+        click.echo(f"{file}: a valid {kind}, {found.name}")
+
+
+@hardware.command()
+@_as_json
+def detect(as_json: bool) -> None:
+    """This machine as the cluster `local`: one device per physical core. Rates are estimates until measured.
+
+    \b
+    Example: simpart hardware detect --json
+    """
+    _print(load_cluster("local"), as_json)
+
+
+def _either(name: str) -> Device | Cluster:
+    """A file's content, or what has this name among clusters and devices."""
+    if name.endswith((".yaml", ".yml")):
+        from simpart.hardware_files import read_hardware
+
+        return read_hardware(name)
+    try:
+        return load_device(name)
+    except UserError:
+        pass
+    try:
+        return load_cluster(name)
+    except UnknownNameError:
+        raise UnknownNameError("device or cluster", name, [*list_devices(), *list_clusters()]) from None
+
+
+def _print(found: Device | Cluster, as_json: bool) -> None:
+    if isinstance(found, Device):
+        if as_json:
+            _print_json({"device": device_to_dict(found)})
+        else:
+            _show(_device_table(found))
+        return
+    if as_json:
+        _print_json({"cluster": found.to_dict(), "size": found.size})
+        return
+    click.echo(f"{found.name}: {found.size} devices, {_devices(found)}")
+    table = _table("link", "joins", "type", "bandwidth", "latency", "shared by", "source")
+    for level in found.levels:
+        where = f"{level.name} (in a host)" if level.inside_host else level.name
+        sources = "; ".join(f"{key}: {text}" for key, text in level.sources)
+        rate, latency = _rounded(level.bytes_per_s, "B/s"), _rounded(level.latency_s, "s")
+        table.add_row(where, str(level.size), level.kind, rate, latency, str(level.shared_by), sources)
+    _show(table)
+    for device in found.kinds:
+        _show(_device_table(device))
+
+
+def _device_table(device: Device) -> Table:
+    table = _table(device.name, "value", "source")
+    sources = dict(device.sources)
+    rows: list[tuple[str, float | None, str, str]] = [
+        ("memory", device.memory_bytes, "B", "memory"),
+        ("reserved of it", device.reserved_bytes, "B", "reserved"),
+        ("memory bandwidth", device.memory_bytes_per_s, "B/s", "memory_bandwidth"),
+        *((f"peak {dtype}", rate, "FLOP/s", "peak") for dtype, rate in device.peak_flops_per_s),
+        ("vector float32", device.vector_flops_per_s, "FLOP/s", "vector"),
+        ("kernel launch", device.kernel_launch_s, "s", "kernel_launch"),
+        ("smallest kernel", device.launch_floor_s, "s", "launch_floor"),
+        ("clock", device.clock_hz, "Hz", "clock"),
+        ("L2 cache", device.l2_bytes, "B", "l2"),
+        ("power", device.power_w, "W", "power"),
+        ("price", device.price_usd_per_h, "USD/h", "price"),
+    ]
+    for name, value, unit, key in rows:
+        if value is not None:
+            table.add_row(name, _rounded(value, unit), sources.get(key, ""))
+    if device.multiprocessors is not None:
+        table.add_row("multiprocessors", str(device.multiprocessors), sources.get("multiprocessors", ""))
+    return table
+
+
+def _devices(cluster: Cluster) -> str:
+    """Kinds with their numbers, in words: `8 A100-SXM-80GB + 8 V100-SXM2-32GB`."""
+    totals = {device: 0 for device in cluster.kinds}
+    for device, count in cluster.devices:
+        totals[device] += count
+    return " + ".join(f"{count} {device.name}" for device, count in totals.items())
+
+
+def _rounded(value: float, unit: str) -> str:
+    return format_quantity(value, unit, digits=4)
+
+
+def _table(*columns: str) -> Table:
+    from rich import box
+    from rich.table import Table
+
+    return Table(*columns, box=box.SIMPLE_HEAD, pad_edge=False)
+
+
+def _show(table: Table) -> None:
+    from rich.console import Console
+
+    Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False).print(table)
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    click.echo(dump_json(content, indent=1))
