@@ -1,0 +1,90 @@
+"""Options that several commands share, and the Problem they describe."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+from simpart.configure import RECOMPUTE, Configuration
+from simpart.errors import UserError
+from simpart.hardware import load_cluster
+from simpart.problem import Problem, Space
+from simpart.schedule import SCHEDULES
+from simpart.training import OPTIMIZER_STATES, TrainingSpec
+
+__all__ = ["build_problem", "configuration_of", "configuration_options", "parse_seconds", "problem_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def stack(*options: Callable[[F], F]) -> Callable[[F], F]:
+    """Apply several option decorators in the order they are written."""
+    return lambda function: functools.reduce(lambda f, option: option(f), reversed(options), function)
+
+
+def problem_options(*, required: bool = True) -> Callable[[F], F]:
+    """What to train, on what."""
+    return stack(
+        click.option(
+            "--cluster", required=required, help="Name, NAME:NODES or a YAML file; see simpart hardware list."
+        ),
+        click.option("--global-batch", type=int, required=required, help="Samples per optimizer step."),
+        click.option("--precision", default="float32", show_default=True, help="Of parameters and activations."),
+        click.option("--optimizer", type=click.Choice(list(OPTIMIZER_STATES)), default="adamw", show_default=True),
+        click.option("--clip", type=float, default=None, help="Clip gradients to this global norm."),
+        click.option("--store", type=click.Path(path_type=Path), default=None, help="Folder of profiles to use."),
+        click.option("--no-profiles", is_flag=True, help="Ignore measured profiles: predict from data sheets alone."),
+        click.option("--no-cache", is_flag=True, help="Capture afresh."),
+    )
+
+
+def configuration_options() -> Callable[[F], F]:
+    """A configuration by hand."""
+    return stack(
+        click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages."),
+        click.option("--dp", type=int, default=None, help="Replicas of each stage.  [default: what pp leaves]"),
+        click.option("--tp", type=int, default=1, show_default=True, help="Tensor-parallel degree."),
+        click.option("--zero", type=int, default=0, show_default=True, help="ZeRO stage: 0 to 3."),
+        click.option(
+            "--micro-batch", type=int, default=None, help="Samples per replica and micro-batch.  [default: 1]"
+        ),
+        click.option("--schedule", default="1f1b", show_default=True, help=f"One of {', '.join(SCHEDULES)}."),
+        click.option("--recompute", default="none", show_default=True, help=f"One of {', '.join(RECOMPUTE)}."),
+    )
+
+
+def configuration_of(options: dict[str, Any]) -> Configuration:
+    names = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute")
+    return Configuration(**{name: options[name] for name in names})
+
+
+def build_problem(model: str, options: dict[str, Any], space: Space = Space()) -> Problem:
+    """Graph (captured, from the cache or from a file), cluster and cost models of a command's options."""
+    from simpart.costmodels import default_costs
+    from simpart.model_spec import load_graph_or_model
+
+    cluster = load_cluster(options["cluster"])
+    if options["global_batch"] < 1:
+        raise UserError(f"global batch must be at least 1 sample, got {options['global_batch']}")
+    precision = options["precision"]
+    training = TrainingSpec(optimizer=options["optimizer"], precision=precision, gradient_clip_norm=options["clip"])
+    graph = load_graph_or_model(model, precision=precision, cache=not options["no_cache"])
+    costs = default_costs(cluster, store=options["store"], profiles=not options["no_profiles"])
+    return Problem(
+        graph=graph, training=training, cluster=cluster, costs=costs, global_batch=options["global_batch"], space=space
+    )
+
+
+def parse_seconds(text: str | None) -> float | None:
+    """`60s`, `5m`, `1h` or a plain number of seconds."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|m|min|h)?\s*", text)
+    if match is None:
+        raise UserError(f"a time is written 60s, 5m or 1h, got {text!r}")
+    return float(match[1]) * {"s": 1, None: 1, "m": 60, "min": 60, "h": 3600}[match[2]]
