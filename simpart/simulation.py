@@ -20,8 +20,8 @@ def makespan(
 ) -> tuple[float, tuple[int, ...]]:
     """Seconds of a chain of stages under a schedule, and the most micro-batches in flight per stage.
 
-    Micro-batches take `forward_s[s]` and `backward_s[s]` on stage s (a split backward half each in I and W); `latency_s` is a pure delay
-    between neighbours, both ways, that occupies nothing.
+    Micro-batches take `forward_s[s]` and `backward_s[s]` on stage s (a split backward half each in I and W);
+    `latency_s` is a pure delay between neighbours, both ways, that occupies nothing.
 
     >>> from simpart.schedule import one_f_one_b
     >>> makespan(one_f_one_b([0, 1], 2), [1, 1], [2, 2])

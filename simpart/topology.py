@@ -29,8 +29,8 @@ class StageEdge(NamedTuple):
 
 
 class Reduction(NamedTuple):
-    """A gradient collective in which whole `groups` take part, after their backward passes. `stage` is -1 where it serves several;
-    `axis` is what exposed time is reported under."""
+    """A gradient collective in which whole `groups` take part, after their backward passes. `stage` is -1 where it
+    serves several; `axis` is what exposed time is reported under."""
 
     name: str
     axis: str
@@ -40,8 +40,8 @@ class Reduction(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a Topology depends on. With `transfers` "tasks", a transfer occupies the link between its two groups, which sends in the order
-    of production; with "lags", it is a pure delay (and links have no limit)."""
+    """What a Topology depends on. With `transfers` "tasks", a transfer occupies the link between its two groups, which
+    sends in the order of production; with "lags", it is a pure delay (and links have no limit)."""
 
     group_of_stage: tuple[int, ...]
     schedule: Schedule
@@ -65,8 +65,8 @@ def class_of_send(shape: Shape, edge: int, backward: bool) -> int:
 def topology_of(shape: Shape) -> Topology:
     """The tasks of this shape; raises UserError with the grid where the schedule deadlocks.
 
-    Classes of tasks: 4 per stage (F, B, I, W), 2 per edge (there and back), one per reduction, one optimizer update per group. That a backward
-    follows its own forward is left to the row both stand in (`schedule.check_rows`).
+    Classes of tasks: 4 per stage (F, B, I, W), 2 per edge (there and back), one per reduction, one optimizer update per
+    group. That a backward follows its own forward is left to the row both stand in (`schedule.check_rows`).
     """
     return build_topology(shape, actions_of(shape))
 
@@ -109,7 +109,7 @@ def actions_of_rows(rows: Rows) -> Actions:
 
 
 def build_topology(shape: Shape, actions: Actions) -> Topology:
-    """Tasks are numbered resource by resource, each in its queue's order: groups (actions, reductions, update), then links."""
+    """Tasks are numbered resource by resource, in queue order: groups (actions, reductions, update), then links."""
     groups, stages, count = len(actions.indptr) - 1, len(shape.group_of_stage), shape.micro_batches
     tails = [[r for r in shape.reductions if g in r.groups] for g in range(groups)]
     extra = np.array([len(tail) + shape.optimizer for tail in tails], dtype=np.int64)
@@ -194,8 +194,8 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
     except Deadlock as deadlock:
         raise _deadlock_error(actions, task_of, deadlock, indptr, predecessors, stage, kind, micro_batch) from None
     return Topology(
-        resource=resource, kind=kind, stage=stage, micro_batch=micro_batch, task_class=task_class, indptr=indptr, predecessors=predecessors,
-        lag=lag, order=order, resource_indptr=resource_indptr, resource_order=resource_order,
+        resource=resource, kind=kind, stage=stage, micro_batch=micro_batch, task_class=task_class, indptr=indptr,
+        predecessors=predecessors, lag=lag, order=order, resource_indptr=resource_indptr, resource_order=resource_order,
         resource_names=(*(f"group {g}" for g in range(groups)), *(link.name for link in links)),
         groups=groups, class_names=_class_names(shape, groups),
     )  # fmt: skip
@@ -237,7 +237,8 @@ def _class_names(shape: Shape, groups: int) -> tuple[str, ...]:
 
 
 def _deadlock_error(
-    actions: Actions, task_of: Ints, deadlock: Deadlock, indptr: Ints, predecessors: Ints, stage: Ints, kind: Ints, micro_batch: Ints
+    actions: Actions, task_of: Ints, deadlock: Deadlock, indptr: Ints, predecessors: Ints,
+    stage: Ints, kind: Ints, micro_batch: Ints,
 ) -> UserError:  # fmt: skip
     """Names the earliest action that is stuck and what it waits for, with the part of the grid around it."""
 
@@ -267,7 +268,7 @@ def _deadlock_error(
         lines.append(f"group {g}: " + " ".join(cell.rjust(7) for cell in cells))
     name = str(action(int(task_of[at])))
     return UserError(
-        f"the schedule deadlocks: group {row} cannot run {name} (its action {column}), which waits for {action(cause)}; "
+        f"the schedule deadlocks: group {row} cannot run {name} (action {column}), which waits for {action(cause)}; "
         f"move {name} behind what {action(cause)} needs. Actions {max(0, column - 8)} to {column + 8} of each group:\n"
         + "\n".join(lines)
     )

@@ -67,8 +67,9 @@ def programs(draw: st.DrawFn) -> Program:
     tables = [rng.integers(-8, 9, (n, len(MEMORY_KINDS))).astype(float) for n in (groups, classes, classes, classes)]
     topology = Topology(
         resource=resource, kind=rng.integers(0, 4, size), stage=np.zeros(size, dtype=np.int64),
-        micro_batch=np.arange(size), task_class=rng.integers(0, classes, size), indptr=indptr, predecessors=predecessors,
-        lag=rng.integers(-1, 3, predecessors.size), resource_indptr=resource_indptr, resource_order=resource_order,
+        micro_batch=np.arange(size), task_class=rng.integers(0, classes, size), indptr=indptr,
+        predecessors=predecessors, lag=rng.integers(-1, 3, predecessors.size),
+        resource_indptr=resource_indptr, resource_order=resource_order,
         order=static_order(indptr, predecessors, resource, resource_indptr, resource_order), groups=groups,
         resource_names=tuple(f"r{r}" for r in range(resources)), class_names=tuple(f"c{c}" for c in range(classes)),
     )  # fmt: skip
@@ -143,8 +144,9 @@ print("numba" in sys.modules, file=sys.stderr)
 """
     out = {}
     for flag, lead in (("1", ""), ("0", "import numba\n")):
-        run = subprocess.run([sys.executable, "-c", lead + script], capture_output=True, text=True, check=True,
-                             env={"SIMPART_NO_JIT": flag, "PYTHONPATH": ":".join(sys.path), "HOME": str(Path.home())})  # fmt: skip
+        environment = {"SIMPART_NO_JIT": flag, "PYTHONPATH": ":".join(sys.path), "HOME": str(Path.home())}
+        command = [sys.executable, "-c", lead + script]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
         assert run.stderr.strip() == str(flag == "0")
         out[flag] = run.stdout
     assert out["0"] == out["1"]

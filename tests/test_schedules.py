@@ -75,8 +75,9 @@ def test_a_faster_link_never_lengthens_the_step(
 
 @pytest.mark.parametrize(
     ("f", "b", "count", "latency", "expected"),
-    [([1, 1], [2, 2], 2, 0, (9, 9)), ([1, 2, 1], [2, 4, 2], 4, 0, (30, 28)), ([3, 1, 2, 1], [6, 2, 4, 2], 8, 0, (84, 75)),
-     ([1, 2, 1], [2, 4, 2], 4, 0.5, (32, 30)), ([2] * 4, [4] * 4, 8, 1, (72, 82))],
+    [([1, 1], [2, 2], 2, 0, (9, 9)), ([1, 2, 1], [2, 4, 2], 4, 0, (30, 28)),
+     ([3, 1, 2, 1], [6, 2, 4, 2], 8, 0, (84, 75)), ([1, 2, 1], [2, 4, 2], 4, 0.5, (32, 30)),
+     ([2] * 4, [4] * 4, 8, 1, (72, 82))],
 )  # fmt: skip
 def test_worked_examples(
     f: list[float], b: list[float], count: int, latency: float, expected: tuple[float, float]
@@ -147,9 +148,10 @@ def test_a_split_backward_sends_its_gradient_before_the_weight_part() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", r"(?s)group 0 cannot run 0B0 \(its action 1\), which waits for 1B0.*>0B0<"),
+    [("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", r"(?s)group 0 cannot run 0B0 \(action 1\), which waits for 1B0.*>0B0<"),
      ("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1", None), ("0B0,0F0\n1F0,1B0", "0B0 in row 0 comes before 0F0"),
-     ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 must run the backward of micro-batch 1"), ("0F0,0B0", "stage 1 has no action")],
+     ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 must run the backward of micro-batch 1"),
+     ("0F0,0B0", "stage 1 has no action")],
 )  # fmt: skip
 def test_impossible_schedules_are_refused(text: str, message: str | None) -> None:
     rows = parse_rows(text)
@@ -170,7 +172,7 @@ def test_a_deadlock_in_a_long_schedule_shows_where() -> None:
         rows[1][at + 2],
     ]  # 1F11 needs 0F11, behind 0B7
     with pytest.raises(
-        UserError, match=r"(?s)group 0 cannot run 0B7 \(its action 18\), which waits for 1B7.*>0B7<"
+        UserError, match=r"(?s)group 0 cannot run 0B7 \(action 18\), which waits for 1B7.*>0B7<"
     ) as caught:
         makespan(tuple(map(tuple, rows)), [1] * 4, [1] * 4)
     assert len(str(caught.value)) < 2000

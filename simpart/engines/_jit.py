@@ -1,4 +1,4 @@
-"""Loops compiled with numba where it is there and worth its start-up; the same Python functions otherwise, with equal answers.
+"""Loops compiled with numba where it is there and worth its start-up, else plain Python with equal answers.
 
 Machine code is kept in the user's cache folder (never beside the package), unless `SIMPART_CACHE=off` or that folder
 cannot be written. `SIMPART_NO_JIT=1` keeps numba away.
@@ -20,7 +20,7 @@ WORTH_IMPORTING = 40_000
 
 
 def compiled(function: Callable[..., Any], work: int) -> Callable[..., Any] | None:
-    """The machine code of `function`, or None where Python should do: no numba, switched off, or little `work` (in tasks)."""
+    """The machine code of `function`, or None: no numba, switched off, or too little `work` (in tasks)."""
     if os.environ.get("SIMPART_NO_JIT", "0") not in ("", "0") or (
         "numba" not in sys.modules and work < WORTH_IMPORTING
     ):
@@ -37,12 +37,14 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any] | None:
     folder = _cache_folder()
     if folder is None:
         return numba.njit(function)  # type: ignore[no-any-return]
-    theirs = numba.config.CACHE_DIR
-    numba.config.CACHE_DIR = folder  # read when the decorator runs; other users of numba keep their own
+    config: Any = numba.config
+    theirs = config.CACHE_DIR
+    config.CACHE_DIR = folder  # read when the decorator runs; other users of numba keep their own
     try:
-        return numba.njit(cache=True)(function)  # type: ignore[no-any-return]
+        machine_code: Callable[..., Any] = numba.njit(cache=True)(function)
+        return machine_code
     finally:
-        numba.config.CACHE_DIR = theirs
+        config.CACHE_DIR = theirs
 
 
 @cache

@@ -14,9 +14,9 @@ def order_tasks(
 ) -> int:
     """Fill `order` so that every task stands behind its predecessors and behind the task before it in its queue.
 
-    Each queue is run as far as it goes; a queue that meets an unfinished predecessor waits in that task's list (a queue waits
-    for one task at a time, so lists are linked through the queues). Linear in tasks and edges. Returns how many were
-    ordered; on fewer than all, `head[q]` is where queue q is stuck.
+    Each queue is run as far as it goes; one that meets an unfinished predecessor waits in that task's list (a queue
+    waits for one task at a time, so lists are linked through the queues). Linear in tasks and edges. Returns how many
+    were ordered; on fewer than all, `head[q]` is where queue q is stuck.
     """
     queues = len(queue_indptr) - 1
     done = np.zeros(len(indptr) - 1, np.bool_)
@@ -79,7 +79,7 @@ def longest_paths(
     order: Array, resource: Array, indptr: Array, predecessors: Array, lag: Array, task_class: Array,
     task_s: Array, lag_s: Array, free: Array, end: Array, latest: Array,
 ) -> None:  # fmt: skip
-    """`longest_path` for a block of plans: the last axis of `task_s`, `lag_s`, `free`, `end`, and `latest` (makespans)."""
+    """`longest_path` for a block of plans, which are the last axis of every float array; `latest` are makespans."""
     width = task_s.shape[1]
     ready = np.empty(width)
     for i in order:

@@ -1,10 +1,12 @@
-"""The engine for search and sampling: the longest path through the tasks in their static order, for one or many plans.
+"""The engine for search and sampling: the longest path through the tasks in static order, for one or many plans.
 
-With the order on every resource fixed, a task starts at the latest of its predecessors' ends and its resource's last end, so
-one pass in topological order gives all times.
+With the order on every resource fixed, a task starts at the latest of its predecessors' ends and its resource's last
+end, so one pass in topological order gives all times.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from simpart.program import Durations, MemoryDeltas, Topology
 __all__ = ["makespans", "peaks", "times"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 CACHE_BYTES = 1 << 20
@@ -41,13 +44,13 @@ def times(topology: Topology, durations: Durations) -> Times:
         jitted(*arrays, task_s, lag_s, np.zeros(resources), start, end)
         return Times(start_s=start, end_s=end)
     starts, ends = [0.0] * size, [0.0] * size
-    lists = [a.tolist() for a in (*arrays, task_s, lag_s)]
+    lists: list[Any] = [a.tolist() for a in (*arrays, task_s, lag_s)]
     longest_path(*lists, [0.0] * resources, starts, ends)
     return Times(start_s=np.array(starts), end_s=np.array(ends))
 
 
 def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> Floats:
-    """Seconds until the last task ends, for each row of `task_s` (plans × task classes) and `lag_s` (plans × lag classes)."""
+    """Seconds until the last task ends for each row of `task_s` (plans × classes) and `lag_s`."""
     plans, size = len(task_s), topology.size
     lag_s = np.zeros((plans, 1)) if lag_s is None else lag_s
     bad = np.flatnonzero(
@@ -79,7 +82,7 @@ def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> 
 
 
 def _longest_paths_numpy(
-    order: np.ndarray, resource: np.ndarray, indptr: np.ndarray, predecessors: np.ndarray, lag: np.ndarray, task_class: np.ndarray,
+    order: Ints, resource: Ints, indptr: Ints, predecessors: Ints, lag: Ints, task_class: Ints,
     task_s: Table, lag_s: Table, free: Table, end: Table, latest: Floats,
 ) -> None:  # fmt: skip
     """`longest_paths` with numpy over the plans and Python over the tasks."""
@@ -108,7 +111,7 @@ def peaks(topology: Topology, memory: MemoryDeltas) -> Peaks:
     if jitted is not None:
         jitted(*arrays, peak, where)
     else:
-        lists = [a if isinstance(a, int) else a.tolist() for a in arrays]
+        lists: list[Any] = [a if isinstance(a, int) else a.tolist() for a in arrays]
         highest_levels(*lists, peak, where)
     by_kind = memory.static.copy()
     for g in range(groups):

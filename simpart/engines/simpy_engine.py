@@ -1,6 +1,7 @@
 """The readable reference: every resource is a process that runs its queue, every task an event that others wait for.
 
-Here in `static` mode: orders are fixed and transfers don't disturb one another, so answers equal the compiled engine's to rounding.
+Here in `static` mode: orders are fixed and transfers don't disturb one another, so answers equal those of the
+compiled engine to rounding.
 """
 
 from __future__ import annotations
