@@ -1,0 +1,41 @@
+"""`simpart plan`: a configuration given by hand, as a plan file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
+
+__all__ = ["plan"]
+
+
+@click.command(epilog="Example:  simpart plan gpt:layers=12 --cluster dgx-a100 --global-batch 64 --pp 4 --dp 2 -o plan.json")
+@click.argument("model")
+@problem_options()
+@configuration_options()
+@click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Plan file to write.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def plan(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
+    """Make the plan of a configuration: pp stages of equal layers on dp replicas each. MODEL is a zoo name with dims, package.module:factory
+    or a .graph file."""
+    from simpart.commands._output import prediction_document, print_document, print_prediction
+    from simpart.configure import configure
+    from simpart.plan_format import PlanFile, save_plan
+    from simpart.simulation import simulate_plan
+
+    configuration = configuration_of(options)
+    problem = build_problem(model, options)
+    made = configure(problem, configuration)
+    result = simulate_plan(problem, made)
+    if output is not None:
+        graph = problem.graph.at(max(made.batch.sizes[0]))
+        save_plan(output, PlanFile(plan=made, training=problem.training, cluster=problem.cluster, graph=graph))
+    if as_json:
+        print_document(prediction_document(problem, made, result))
+    else:
+        print_prediction(problem, made, result, f"plan for {problem.graph.model} on {problem.cluster.name}")
+        if output is not None:
+            click.echo(f"written to {output}")

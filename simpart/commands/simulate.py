@@ -1,0 +1,78 @@
+"""`simpart simulate`: predict a plan file, or a configuration given by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
+from simpart.errors import UserError
+
+__all__ = ["simulate"]
+
+
+@click.command(epilog="Example:  simpart simulate plan.json --trace trace.json")
+@click.argument("target", metavar="PLAN|MODEL")
+@problem_options(required=False)
+@configuration_options()
+@click.option("--engine", type=click.Choice(["compiled", "simpy"]), default="compiled", show_default=True)
+@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Perfetto trace to write.")
+@click.option("--timeline", is_flag=True, help="Print the timeline as text.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+def simulate(
+    target: str, engine: str, trace: Path | None, timeline: bool, as_json: bool, **options: Any
+) -> None:
+    """Predict step time, memory and what limits them. A PLAN file needs no other option; a MODEL takes those of simpart plan."""
+    from simpart.commands._output import prediction_document, print_document, print_prediction
+    from simpart.simulation import simulate_plan
+
+    problem, plan = problem_of(target, options)
+    result = simulate_plan(problem, plan, engine=engine)  # type: ignore[arg-type]
+    if trace is not None:
+        from simpart.trace import save_trace
+
+        save_trace(trace, result)
+    if as_json:
+        print_document(prediction_document(problem, plan, result))
+        return
+    print_prediction(problem, plan, result, f"{problem.graph.model or target} on {problem.cluster.name}")
+    if timeline:
+        from simpart.timeline import timeline as text_timeline
+
+        click.echo(text_timeline(result))
+    if trace is not None:
+        click.echo(f"trace written to {trace}; open it in ui.perfetto.dev")
+
+
+def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """(Problem, Plan) of a plan file, or of a model with options."""
+    path = Path(target)
+    if path.suffix == ".json" or (path.is_file() and path.suffix != ".graph"):
+        from simpart.costmodels import default_costs
+        from simpart.plan_format import load_plan
+        from simpart.problem import Problem
+
+        given = [name for name in ("cluster", "global_batch") if options[name] is not None]
+        if given:
+            raise UserError(f"a plan file holds its own {given[0].replace('_', '-')}; leave --{given[0].replace('_', '-')} out")
+        file = load_plan(path)
+        costs = default_costs(file.cluster, store=options["store"], profiles=not options["no_profiles"])
+        problem = Problem(
+            graph=file.graph,
+            training=file.training,
+            cluster=file.cluster,
+            costs=costs,
+            global_batch=file.plan.global_batch,
+            mode=file.plan.mode,
+        )
+        return problem, file.plan
+    missing = [name for name in ("cluster", "global_batch") if options[name] is None]
+    if missing:
+        raise UserError(f"{target!r} is not a plan file, and a model needs --{missing[0].replace('_', '-')}")
+    from simpart.configure import configure
+
+    configuration = configuration_of(options)
+    problem = build_problem(target, options)
+    return problem, configure(problem, configuration)
