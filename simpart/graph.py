@@ -161,6 +161,47 @@ class Graph:
         return tuple(kernel for template in self.templates for kernel in template.kernels)
 
     @cached_property
+    def op_class_inputs(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Specs of the inputs of each op class; a template that is never called has none."""
+        values = [_TemplateArrays(t).value_spec for t in self.templates]
+        refs = [[op.inputs for op in t.ops] for t in self.templates]
+        return self._class_inputs(values, refs, self.value_offsets, [call.externals for call in self.calls])
+
+    @cached_property
+    def kernel_class_inputs(self) -> tuple[tuple[TensorSpec, ...], ...]:
+        """Specs of the inputs of each kernel class; a template that is never called has none."""
+        values = [_TemplateArrays(t).kernel_value_spec for t in self.templates]
+        refs = [[kernel.inputs for kernel in t.kernels] for t in self.templates]
+        return self._class_inputs(
+            values, refs, self.kernel_value_offsets, [call.kernel_externals for call in self.calls]
+        )
+
+    def _class_inputs(
+        self,
+        values: list[list[TensorSpec]],
+        refs: list[list[tuple[int, ...]]],
+        offsets: Ints,
+        externals: list[tuple[int, ...]],
+    ) -> tuple[tuple[TensorSpec, ...], ...]:
+        """What flows into a template's slots has the same spec in every call: look at the first."""
+
+        def spec(value: int) -> TensorSpec:
+            if value < len(self.sources):
+                return self.sources[value].spec
+            call = int(np.searchsorted(offsets, value, side="right")) - 1
+            return values[self.calls[call].template][value - int(offsets[call])]
+
+        first: dict[int, int] = {}
+        for i, call in enumerate(self.calls):
+            first.setdefault(call.template, i)
+        found = []
+        for t, rows in enumerate(refs):
+            slots = [spec(value) for value in externals[first[t]]] if t in first else None
+            for row in rows:
+                found.append(() if slots is None else tuple(values[t][r] if r >= 0 else slots[~r] for r in row))
+        return tuple(found)
+
+    @cached_property
     def op_ids(self) -> tuple[str, ...]:
         """`module.path/target#k` of every op, k counting equal (path, target) pairs in order."""
         seen: dict[str, int] = {}

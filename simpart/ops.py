@@ -118,13 +118,14 @@ _KINDS = _table({
 })  # fmt: skip
 _FAMILIES = _table({
     **_SHARED,
+    "pointwise": f"{_POINTWISE} accumulate fused",
     "gemm": """
         mm addmm linear mv addmv addr linear_backward _int_mm _scaled_mm _addmm_activation outer dot vdot mkldnn_linear
         _grouped_mm _scaled_grouped_mm
     """,
     "bgemm": "bmm baddbmm matmul einsum addbmm tensordot _trilinear",
     "fill": _FILLS,
-    "optimizer": _OPTIMIZERS,
+    "optimizer": f"optimizer {_OPTIMIZERS}",
 })  # fmt: skip
 
 KINDS = tuple(sorted({*_KINDS.values(), "other"}))

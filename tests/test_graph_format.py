@@ -263,6 +263,7 @@ def damaged(content: Any) -> list[tuple[str, Any]]:
 
     def walk(item: Any, path: tuple[Any, ...]) -> None:
         if path:
+            bad: Any
             for bad in (None, -7, 10**6, "x", [], {}, 1.5, [[]], True, 2**70):
                 copy = json.loads(json.dumps(content))
                 inside = copy
