@@ -207,7 +207,7 @@ class _Section:
 
     def keys(self, required: Iterable[str], other: Iterable[str] = ()) -> None:
         required = list(required)
-        known = [*required, *other]
+        known = list(dict.fromkeys([*required, *other]))
         for key in self.values:
             if key not in known:
                 near = difflib.get_close_matches(str(key), known, n=1)

@@ -19,7 +19,7 @@ FOLDERS = ("costmodels", "searchers", "hardware_profiles", "validate")
 # Lowest first; a module imports its own layer or below. Modules not named here only keep clear of the folders.
 LAYERS = (
     ("errors", "files", "quantity", "sizes"),
-    ("graph", "training", "hardware", "tdl"),
+    ("graph", "training", "hardware", "hardware_files", "tdl"),
     ("plan", "schedule", "program", "kernels"),
     ("cost", "sharding", "memory"),
     ("problem", "collectives"),

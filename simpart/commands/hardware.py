@@ -40,7 +40,7 @@ def hardware() -> None:
 @hardware.command("list")
 @_as_json
 def list_command(as_json: bool) -> None:
-    """The devices and clusters that come with simpart, and this machine as `local`.
+    """What simpart knows; this machine is `local`.
 
     \b
     Example: simpart hardware list
@@ -74,7 +74,7 @@ def list_command(as_json: bool) -> None:
 @click.argument("name")
 @_as_json
 def show(name: str, as_json: bool) -> None:
-    """Every number of one device or cluster and where it is from. NAME may be a YAML file.
+    """Every number of a device, cluster or YAML file, and where it is from.
 
     \b
     Example: simpart hardware show a100
@@ -86,7 +86,7 @@ def show(name: str, as_json: bool) -> None:
 @click.argument("file", type=click.Path())
 @_as_json
 def check(file: str, as_json: bool) -> None:
-    """Check the YAML file of a device or cluster; the first fault is named with its key and rule.
+    """Check a device or cluster file; names the first fault with its key and rule.
 
     \b
     Example: simpart hardware check my-cluster.yaml
@@ -104,7 +104,7 @@ def check(file: str, as_json: bool) -> None:
 @hardware.command()
 @_as_json
 def detect(as_json: bool) -> None:
-    """This machine as the cluster `local`: one device per physical core. Rates are estimates until measured.
+    """This machine as a cluster, one device per core; rates are estimates.
 
     \b
     Example: simpart hardware detect --json
@@ -138,7 +138,7 @@ def _print(found: Device | Cluster, as_json: bool) -> None:
     if as_json:
         _print_json({"cluster": found.to_dict(), "size": found.size})
         return
-    click.echo(f"{found.name}: {found.size} devices, {_devices(found)}")
+    click.echo(f"{found.name}: {_devices(found)}")
     table = _table("link", "joins", "type", "bandwidth", "latency", "shared by", "source")
     for level in found.levels:
         where = f"{level.name} (in a host)" if level.inside_host else level.name
@@ -176,7 +176,7 @@ def _device_table(device: Device) -> Table:
 
 def _devices(cluster: Cluster) -> str:
     """Kinds with their numbers, in words: `8 A100-SXM-80GB + 8 V100-SXM2-32GB`."""
-    totals = {device: 0 for device in cluster.kinds}
+    totals = dict.fromkeys(cluster.kinds, 0)
     for device, count in cluster.devices:
         totals[device] += count
     return " + ".join(f"{count} {device.name}" for device, count in totals.items())
