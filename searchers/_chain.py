@@ -10,8 +10,9 @@ whose dynamic program this corrects.
 from __future__ import annotations
 
 import heapq
+import itertools
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -164,6 +165,18 @@ def _bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats) ->
     return out
 
 
+class _Label(NamedTuple):
+    """A plan for the first blocks: made from label `parent` by a stage on `replicas[k]` devices; f and g are lifted."""
+
+    parent: int
+    left: int
+    block: int
+    devices: int
+    f: float
+    g: float
+    k: int
+
+
 class Tables:
     """Exact least maxima of f and of g for finishing the chain: [stages left][first block][devices left]."""
 
@@ -250,31 +263,44 @@ class Tables:
                 roots.append((f + g, f, g, devices))
         _, f, g, devices = min(roots, key=lambda root: root[0])
         best, best_value = self._dive(stage_count, devices, f, g)
-        steps: list[tuple[int, int, int]] = []  # (parent label, end block, k)
-        heap: list[tuple[float, int, int, float, float, int, int]] = []
+        labels = [_Label(-1, stage_count, 0, devices, f, g, -1) for _, f, g, devices in roots]
+        children: list[tuple[Floats, Floats, Floats, list[tuple[int, int]]]] = []
+        # An entry stands for the next child of a label: (bound, stages left after it, serial, label, child).
+        heap: list[tuple[float, int, int, int, int]] = []
         fronts: dict[tuple[int, int, int], list[tuple[float, float]]] = {}
-        for bound, f, g, devices in roots:
-            if bound < best_value:
-                heap.append((bound, stage_count, len(steps), f, g, 0, devices))
-                steps.append((-1, 0, 0))
-        heapq.heapify(heap)
-        while heap and heap[0][0] < best_value:
-            _, left, label, f, g, block, devices = heapq.heappop(heap)
-            if left == 0:
-                best = self._trace(steps, label)
-                break
-            lifted_f, lifted_g = self.extend(left, block, devices, f, g)
+        serial = itertools.count()
+
+        def open_label(label: _Label) -> None:
+            lifted_f, lifted_g = self.extend(label.left, label.block, label.devices, label.f, label.g)
             totals = lifted_f + lifted_g
-            for offset, k in np.argwhere(totals < best_value).tolist():
-                pair = (float(lifted_f[offset, k]), float(lifted_g[offset, k]))
-                end, rest = block + 1 + offset, devices - int(self.replicas[k])
-                front = fronts.setdefault((left - 1, end, rest), [])
-                if any(a <= pair[0] and b <= pair[1] for a, b in front):
-                    continue
-                front[:] = [other for other in front if not (pair[0] <= other[0] and pair[1] <= other[1])]
-                front.append(pair)
-                heapq.heappush(heap, (pair[0] + pair[1], left - 1, len(steps), *pair, end, rest))
-                steps.append((label, end, k))
+            at = np.nonzero(totals < best_value)
+            order = np.argsort(totals[at], kind="stable")
+            ends, ks = at[0][order], at[1][order]
+            places = list(zip((ends + label.block + 1).tolist(), ks.tolist(), strict=True))
+            children.append((totals[ends, ks], lifted_f[ends, ks], lifted_g[ends, ks], places))
+            if places:
+                number = len(children) - 1
+                heapq.heappush(heap, (float(children[-1][0][0]), label.left - 1, next(serial), number, 0))
+
+        for label in labels:
+            open_label(label)
+        while heap:
+            _, left, _, parent, child = heapq.heappop(heap)
+            totals, all_f, all_g, places = children[parent]
+            if child + 1 < len(places):
+                heapq.heappush(heap, (float(totals[child + 1]), left, next(serial), parent, child + 1))
+            end, k = places[child]
+            f, g = float(all_f[child]), float(all_g[child])
+            devices = labels[parent].devices - int(self.replicas[k])
+            front = fronts.setdefault((left, end, devices), [])
+            # Labels come in the order of f + g, so a later one never dominates an earlier one.
+            if any(a <= f and b <= g for a, b in front):
+                continue
+            front.append((f, g))
+            labels.append(_Label(parent, left, end, devices, f, g, k))
+            if left == 0:
+                return self._trace(labels)
+            open_label(labels[-1])
         return best
 
     def _dive(self, left: int, devices: int, f: float, g: float) -> tuple[tuple[ChainStage, ...], float]:
@@ -290,15 +316,15 @@ class Tables:
             block, devices = end, devices - r
         return tuple(stages), f + g
 
-    def _trace(self, steps: list[tuple[int, int, int]], label: int) -> tuple[ChainStage, ...]:
-        ends: list[tuple[int, int]] = []
-        while steps[label][0] >= 0:
-            parent, end, k = steps[label]
-            ends.append((end, int(self.replicas[k])))
-            label = parent
-        ends.reverse()
-        cuts = [0, *(end for end, _ in ends)]
-        return tuple(ChainStage(start=cuts[x], end=end, replicas=r) for x, (end, r) in enumerate(ends))
+    def _trace(self, labels: list[_Label]) -> tuple[ChainStage, ...]:
+        """Stages on the way to the last label."""
+        stages: list[ChainStage] = []
+        label = labels[-1]
+        while label.parent >= 0:
+            before = labels[label.parent]
+            stages.append(ChainStage(start=before.block, end=label.block, replicas=int(self.replicas[label.k])))
+            label = before
+        return tuple(reversed(stages))
 
     def _shortfall(self, stage_count: int, all_devices: bool) -> Shortfall | None:
         """The stage that overflows least, over all plans that obey the replica and batch rules."""
