@@ -5,12 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-import numpy as np
-
-from simpart.engines.compiled import peaks, times
-from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas
-from simpart.schedule import Schedule
-from simpart.topology import Shape, StageEdge, class_of_action, topology_of
+from simpart.schedule import SCHEDULES
+from simpart.simulation import makespan
 
 __all__ = ["replay_schedule", "solve_schedule"]
 
@@ -19,22 +15,9 @@ def replay_schedule(
     kind: str, forward_s: list[float], backward_s: list[float], micro_batches: int, latency_s: float
 ) -> tuple[float, list[int]]:
     """Makespan and peak number of micro-batches in flight per stage; neighbours are a pure delay apart."""
-    stages = len(forward_s)
-    edges = tuple(StageEdge(s, s + 1) for s in range(stages - 1))
-    shape = Shape(tuple(range(stages)), Schedule(kind=kind), micro_batches, edges, transfers="lags")
-    topology = topology_of(shape)
-    classes = len(topology.class_names)
-    task_s = np.zeros(classes)
-    start, end, none = (np.zeros((classes, len(MEMORY_KINDS))) for _ in range(3))
-    for stage in range(stages):
-        forward, backward = class_of_action(stage, "F"), class_of_action(stage, "B")
-        task_s[forward], task_s[backward] = forward_s[stage], backward_s[stage]
-        # One unit of memory per micro-batch between the start of its forward and the end of its backward.
-        start[forward, 0], end[backward, 0] = 1.0, -1.0
-    found = times(topology, Durations(task_s=task_s, lag_s=np.full(2 * len(edges), float(latency_s))))
-    static = np.zeros((topology.groups, len(MEMORY_KINDS)))
-    held = peaks(topology, MemoryDeltas(static=static, start=start, end=end, within=none))
-    return found.makespan_s, [int(level) for level in held.bytes]
+    rows = SCHEDULES[kind](range(len(forward_s)), micro_batches)
+    makespan_s, flying = makespan(rows, forward_s, backward_s, latency_s)
+    return makespan_s, list(flying)
 
 
 def solve_schedule(inputs: dict[str, Any]) -> dict[str, Any]:
