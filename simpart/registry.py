@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import importlib
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
+from simpart.cost import Costs
 from simpart.errors import UnknownNameError
+from simpart.hardware import Cluster
 
-__all__ = ["SEARCHERS", "load_searcher", "searcher_names"]
+__all__ = ["SEARCHERS", "default_costs", "load_searcher", "searcher_names"]
 
 SEARCHERS = {"rannc": "simpart.searchers.rannc:Rannc"}
 """Name of a searcher → `module:class`; the class is called without arguments."""
@@ -26,3 +29,10 @@ def load_searcher(name: str) -> Any:
     for point in entry_points(group="simpart.searchers", name=name):
         return point.load()()
     raise UnknownNameError("searcher", name, searcher_names())
+
+
+def default_costs(cluster: Cluster, *, store: Path | None = None, profiles: bool = True) -> Costs:
+    """The cost models that commands use: profiles measured on this kind of device where there are any (unless `profiles` is off),
+    data sheets for the rest."""
+    costs: Costs = importlib.import_module("simpart.costmodels").default_costs(cluster, store=store, profiles=profiles)
+    return costs
