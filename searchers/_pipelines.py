@@ -57,9 +57,13 @@ class PipelineChoice:
 
 @dataclass(slots=True, kw_only=True)
 class PipelineSearch:
-    """What a search found: the best choice for each number of stages, or why there is none."""
+    """What a search found: the best choice for each number of stages, or why there is none.
+
+    `choices` are all plans that were solved for, in the order found: leaders to re-rank by simulation.
+    """
 
     by_stage_count: dict[int, PipelineChoice | Unplannable] = field(default_factory=dict)
+    choices: list[PipelineChoice] = field(default_factory=list)
     solved: int = 0
     pruned: int = 0
 
@@ -71,6 +75,8 @@ class PipelineSearch:
 
     def record(self, stage_count: int, answer: PipelineChoice | Unplannable) -> None:
         """Keep the better of `answer` and what is known: a plan beats a reason, a small shortfall a larger one."""
+        if isinstance(answer, PipelineChoice):
+            self.choices.append(answer)
         known = self.by_stage_count.get(stage_count)
         if known is None or _rank(answer) < _rank(known):
             self.by_stage_count[stage_count] = answer

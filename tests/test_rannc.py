@@ -338,6 +338,7 @@ def test_outer_search_finds_the_best_of_every_number_of_stages() -> None:
                 best, rel=1e-12
             )
             if isinstance(found, PipelineChoice):
+                assert found in result.choices
                 again = plan_lockstep_s(outer_costs(case, found.shape), found.plan.stages, include_allreduce=False)
                 assert found.lockstep_s == again
                 assert found.plan.value_s == plan_value_s(outer_costs(case, found.shape), found.plan.stages)
