@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -197,10 +196,10 @@ def _storage(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def facts_of(graph: fx.GraphModule, inputs: tuple[Any, ...], mode: AbstractContextManager[Any]) -> Facts:
-    """Run the clean graph once in its fake mode: `simpart_value` of each node's meta is then its value."""
+def facts_of(graph: fx.GraphModule, inputs: tuple[Any, ...]) -> Facts:
+    """Run the clean graph once, in its fake mode: `simpart_value` of each node's meta is then its value."""
     run = _Run(graph)
-    with mode, torch.enable_grad():
+    with torch.enable_grad():
         run.run(*inputs)
     ops = op_nodes(graph.graph)
     number = {node: i for i, node in enumerate(ops)}

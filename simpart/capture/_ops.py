@@ -74,7 +74,7 @@ def export_ops(factory: Any, micro_batch: int, *, real: bool = False, precision:
         module, inputs = build_module(factory, micro_batch, dtype)
         dynamo = needs_dynamo(module, inputs, dtype)
         graph = export_clean(module, inputs, dynamo=dynamo, dtype=dtype)
-    facts = facts_of(graph, inputs, mode)
+        facts = facts_of(graph, inputs)
     ids = op_ids(facts)
     if real:
         module, inputs = build_module(factory, micro_batch, dtype)
