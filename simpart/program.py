@@ -11,7 +11,7 @@ from enum import IntEnum
 
 import numpy as np
 
-__all__ = ["MEMORY_KINDS", "Durations", "MemoryDeltas", "Program", "TaskKind", "Topology"]
+__all__ = ["MEMORY_KINDS", "Durations", "MemoryDeltas", "Program", "Spread", "StepFacts", "TaskKind", "Topology"]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -84,6 +84,42 @@ class MemoryDeltas:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Spread:
+    """What the durations of task classes consist of, and how sure each part is.
+
+    `by_factor[c, f]` are the seconds of class c that share latent factor f, a (device, family) named in `factors`: their
+    logs err together with spread `shared_log_sd[f]`. Besides, class c errs by `own_log_sd[c]`, together with the classes
+    of equal `own_source`. `by_provenance[c, p]` splits the same seconds by `cost.PROVENANCES`; what is fixed (overheads) is in neither.
+    """
+
+    factors: tuple[str, ...]
+    shared_log_sd: Floats
+    by_factor: Table
+    own_log_sd: Floats
+    own_source: Ints
+    by_provenance: Table
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepFacts:
+    """What a step achieves and what it may use. `stages_of_group` are stage numbers; the three rows of bytes and factors are per group:
+    of the device with the least room. Device bytes are allocated × `allocator_factor` + `reserved_bytes`."""
+
+    samples: int
+    tokens: int
+    model_flops: float
+    peak_flops_per_s: float
+    overhead_s: float
+    action_overhead_s: float
+    reduction_axes: tuple[str, ...]
+    stages_of_group: tuple[tuple[int, ...], ...]
+    device_names: tuple[str, ...]
+    capacity_bytes: tuple[int, ...]
+    reserved_bytes: tuple[int, ...]
+    allocator_factor: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
     """One plan lowered. `multiplicity[g]` ranks behave like group g's row."""
 
@@ -91,3 +127,5 @@ class Program:
     durations: Durations
     memory: MemoryDeltas
     multiplicity: tuple[int, ...]
+    spread: Spread | None = None
+    facts: StepFacts | None = None

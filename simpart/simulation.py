@@ -3,18 +3,224 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
-from simpart.engines import compiled
+from simpart.cost import PROVENANCES
+from simpart.engines import Peaks, Times, compiled, replay
 from simpart.errors import UserError
-from simpart.program import Durations
+from simpart.limits import bottleneck, limits_of
+from simpart.lowering import lower
+from simpart.plan import Plan
+from simpart.problem import Problem
+from simpart.program import MEMORY_KINDS, Durations, Program, Spread, StepFacts, Topology
 from simpart.schedule import Rows, Schedule, check_rows
 from simpart.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
 
-__all__ = ["makespan", "peak_in_flight"]
+__all__ = [
+    "Evaluation", "MemoryRow", "SimResult", "evaluate", "makespan", "peak_in_flight", "sample_steps", "simulate", "simulate_plan",
+]  # fmt: skip
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Engine = Literal["compiled", "simpy"]
+DRAWS, SEED = 256, 0
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryRow:
+    """The most that one device of a group holds, when its room is least. `stage` is the group's first stage, `at` the task that runs then."""
+
+    stage: int
+    group: int
+    stages: tuple[int, ...]
+    allocated_bytes: int
+    reserved_bytes: int
+    device_bytes: int
+    capacity_bytes: int
+    by_kind: dict[str, int]
+    at: str
+    at_s: float
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "stage": self.stage, "group": self.group, "stages": list(self.stages), "allocated_bytes": self.allocated_bytes,
+            "reserved_bytes": self.reserved_bytes, "device_bytes": self.device_bytes,
+            "capacity_bytes": self.capacity_bytes, "by_kind": self.by_kind, "at": self.at, "at_s": self.at_s,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluation:
+    """What a search needs to know of a plan."""
+
+    step_s: float
+    peak_bytes: int
+    feasible: bool
+    why_infeasible: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimResult:
+    """A predicted training step. `interval_s` holds 90 % of the steps that the estimates' spreads allow; `limits` and `provenance` are shares
+    that sum to 1. `program` and `times` are what was replayed."""
+
+    step_s: float
+    interval_s: tuple[float, float]
+    samples_per_s: float
+    tokens_per_s: float
+    mfu: float
+    peak_bytes: int
+    memory: tuple[MemoryRow, ...]
+    limits: dict[str, float]
+    provenance: dict[str, float]
+    feasible: bool
+    why_infeasible: str
+    program: Program
+    times: Times
+
+    def to_json(self) -> dict[str, Any]:
+        """The `predicted` part of a command's document."""
+        return {
+            "step_s": self.step_s,
+            "interval_s": list(self.interval_s),
+            "samples_per_s": self.samples_per_s,
+            "tokens_per_s": self.tokens_per_s,
+            "mfu": self.mfu,
+            "peak_bytes": self.peak_bytes,
+            "memory": [row.to_json() for row in self.memory],
+            "limits": self.limits,
+            "provenance": self.provenance,
+        }
+
+
+def simulate_plan(problem: Problem, plan: Plan, engine: Engine = "compiled") -> SimResult:
+    """Lower and simulate one plan."""
+    return simulate(lower(problem, plan), engine)
+
+
+def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
+    """Replay a program that `lower` made; the interval is sampled with the compiled engine in either case."""
+    facts, spread = program.facts, program.spread
+    if facts is None or spread is None:
+        raise UserError(
+            "this program says neither what a step achieves nor how sure its times are; make it with lower()"
+        )
+    times, held = replay(program, engine)
+    step_s = times.makespan_s + facts.overhead_s
+    rows = tuple(_memory_row(program, facts, times, held, g) for g in range(program.topology.groups))
+    why = _why_infeasible(facts, rows)
+    low, high = np.quantile(sample_steps(program.topology, program.durations, spread, facts), [0.05, 0.95])
+    return SimResult(
+        step_s=step_s,
+        interval_s=(min(float(low), step_s), max(float(high), step_s)),
+        samples_per_s=_rate(facts.samples, step_s),
+        tokens_per_s=_rate(facts.tokens, step_s),
+        mfu=_rate(facts.model_flops / facts.peak_flops_per_s, step_s),
+        peak_bytes=max(row.device_bytes for row in rows),
+        memory=rows,
+        limits=limits_of(program, times, step_s),
+        provenance=_provenance(program, spread),
+        feasible=not why,
+        why_infeasible=why,
+        program=program,
+        times=times,
+    )
+
+
+def evaluate(problem: Problem, plans: Sequence[Plan]) -> list[Evaluation]:
+    """Step time and feasibility of each plan; those with a common topology are replayed as one batch."""
+    programs = [lower(problem, plan) for plan in plans]
+    batches: dict[int, list[int]] = {}
+    for i, program in enumerate(programs):
+        batches.setdefault(id(program.topology), []).append(i)
+    steps = np.zeros(len(plans))
+    for members in batches.values():
+        durations = np.stack([programs[i].durations.task_s for i in members])
+        steps[members] = compiled.makespans(programs[members[0]].topology, durations)
+    found = []
+    for program, seconds in zip(programs, steps.tolist(), strict=True):
+        facts = program.facts
+        assert facts is not None  # lower gives them
+        held = compiled.peaks(program.topology, program.memory)
+        rows = [_memory_row(program, facts, None, held, g) for g in range(program.topology.groups)]
+        why = _why_infeasible(facts, rows)
+        peak = max(row.device_bytes for row in rows)
+        found.append(
+            Evaluation(step_s=seconds + facts.overhead_s, peak_bytes=peak, feasible=not why, why_infeasible=why)
+        )
+    return found
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds > 0 else 0.0
+
+
+def _memory_row(program: Program, facts: StepFacts, times: Times | None, held: Peaks, g: int) -> MemoryRow:
+    from simpart.engines import task_name
+
+    allocated, task = round(float(held.bytes[g])), int(held.task[g])
+    reserved = round(allocated * facts.allocator_factor[g])
+    kinds = {kind: round(float(size)) for kind, size in zip(MEMORY_KINDS, held.by_kind[g], strict=True)}
+    return MemoryRow(
+        stage=facts.stages_of_group[g][0],
+        group=g,
+        stages=facts.stages_of_group[g],
+        allocated_bytes=allocated,
+        reserved_bytes=reserved,
+        device_bytes=reserved + facts.reserved_bytes[g],
+        capacity_bytes=facts.capacity_bytes[g],
+        by_kind=kinds,
+        at="" if task < 0 else task_name(program.topology, task),
+        at_s=0.0 if task < 0 or times is None else float(times.start_s[task]),
+    )
+
+
+def _why_infeasible(facts: StepFacts, rows: Sequence[MemoryRow]) -> str:
+    """Empty where all fits; else the stage that is furthest over its device's memory and what fills it."""
+    from simpart.describe import human_bytes
+
+    worst = max(rows, key=lambda row: row.device_bytes - row.capacity_bytes)
+    over = worst.device_bytes - worst.capacity_bytes
+    if over <= 0:
+        return ""
+    largest = max(worst.by_kind, key=lambda kind: worst.by_kind[kind])
+    name = f"stage {worst.stage}" if len(worst.stages) == 1 else f"stages {', '.join(map(str, worst.stages))}"
+    verb = "needs" if len(worst.stages) == 1 else "need"
+    others = sum(row.device_bytes > row.capacity_bytes for row in rows) - 1
+    more = f"; {others} more group{'s' if others > 1 else ''} do{'es' if others == 1 else ''} not fit" if others else ""
+    return (
+        f"{name} {verb} {human_bytes(worst.device_bytes)}, {human_bytes(over)} more than {facts.device_names[worst.group]} has; "
+        f"most of it {largest} ({human_bytes(worst.by_kind[largest])}){more}"
+    )
+
+
+def sample_steps(
+    topology: Topology, durations: Durations, spread: Spread, facts: StepFacts, draws: int = DRAWS, seed: int = SEED
+) -> Floats:
+    """Steps of `draws` worlds: in each, one factor per latent factor and own source multiplies all times that share it.
+
+    The same seed gives the same worlds for the same factors, so that plans can be compared world by world.
+    """
+    worlds = np.random.default_rng(seed).standard_normal((draws, len(spread.factors)))
+    owns = np.random.default_rng(seed + 1).standard_normal((draws, int(spread.own_source.max(initial=0)) + 1))
+    varied = np.exp(worlds * spread.shared_log_sd) @ spread.by_factor.T
+    varied *= np.exp(owns[:, spread.own_source] * spread.own_log_sd)
+    fixed = np.maximum(durations.task_s - spread.by_factor.sum(axis=1), 0.0)
+    return compiled.makespans(topology, varied + fixed) + facts.overhead_s
+
+
+def _provenance(program: Program, spread: Spread) -> dict[str, float]:
+    """Shares of the bottleneck group's priced time by where the prices come from."""
+    topology = program.topology
+    tasks = np.flatnonzero(topology.resource == bottleneck(program))
+    seconds = spread.by_provenance[topology.task_class[tasks]].sum(axis=0)
+    total = float(seconds.sum())
+    return {name: float(s) / total if total else 0.0 for name, s in zip(PROVENANCES, seconds, strict=True)}
+
+
+# --- a chain of stages by hand ------------------------------------------------------------------------------------------
 def makespan(
     rows: Rows, forward_s: Sequence[float], backward_s: Sequence[float], latency_s: float = 0.0
 ) -> tuple[float, tuple[int, ...]]:
@@ -28,24 +234,18 @@ def makespan(
     (9.0, (2, 1))
     """
     stages = len(forward_s)
-    group_of_stage = tuple(
-        next((g for g, row in enumerate(rows) if any(a.stage == s for a in row)), -1) for s in range(stages)
-    )
-    if -1 in group_of_stage:
-        raise UserError(f"stage {group_of_stage.index(-1)} has no action in the schedule; give it a row or drop it")
+    homes = [next((g for g, row in enumerate(rows) if any(a.stage == s for a in row)), -1) for s in range(stages)]
+    if -1 in homes:
+        raise UserError(f"stage {homes.index(-1)} has no action in the schedule; give it a row or drop it")
     micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
-    check_rows(rows, group_of_stage, micro_batches)
+    check_rows(rows, homes, micro_batches)
     chain = tuple(StageEdge(s, s + 1) for s in range(stages - 1))
-    shape = Shape(group_of_stage, Schedule(kind="explicit"), micro_batches, chain, transfers="lags")
+    shape = Shape(tuple(homes), Schedule(kind="explicit"), micro_batches, chain, transfers="lags")
     topology = build_topology(shape, actions_of_rows(rows))
     task_s = np.zeros(len(topology.class_names))
     for s in range(stages):
-        for kind, seconds in (
-            ("F", forward_s[s]),
-            ("B", backward_s[s]),
-            ("I", backward_s[s] / 2),
-            ("W", backward_s[s] / 2),
-        ):
+        halves = (("I", backward_s[s] / 2), ("W", backward_s[s] / 2))
+        for kind, seconds in (("F", forward_s[s]), ("B", backward_s[s]), *halves):
             task_s[class_of_action(s, kind)] = seconds
     durations = Durations(task_s=task_s, lag_s=np.full(max(1, 2 * len(chain)), float(latency_s)))
     return compiled.times(topology, durations).makespan_s, peak_in_flight(rows, stages)

@@ -1,0 +1,256 @@
+"""What a stage holds on one device, from the lifetimes of storages in its kernels.
+
+Activations kept for backward are the storages that forward kernels make and backward kernels read; views count as the
+storage they look into, parameters and inputs are not counted again. Working sets are the largest sum of what is alive
+besides. Reference of the in-flight rule: Narayanan et al., arXiv 2104.04473.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from simpart.graph import Graph
+from simpart.hardware import Device
+from simpart.sizes import TensorSpec
+from simpart.training import TrainingSpec
+
+__all__ = ["ALLOCATOR_FACTOR", "StageActivations", "StateBytes", "activations_of", "state_of", "update_transient_bytes"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+ALLOCATOR_FACTOR = {"gpu": 1.08, "cpu": 1.05}
+"""Bytes an allocator reserves per byte allocated at the peak: rounding to blocks and fragmentation. Assumption."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageActivations:
+    """Bytes of one replica of a stage at one micro-batch size: `stash` per micro-batch in flight, and what forward and backward hold besides
+    while they run (backward: over the stash of its own micro-batch)."""
+
+    stash: int
+    forward_transient: int
+    backward_transient: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateBytes:
+    """Bytes held all the time for a set of parameters (and buffers); `largest_elements` and `elements` are those that are trained."""
+
+    parameters: int
+    gradients: int
+    optimizer_state: int
+    largest_elements: int
+    elements: int
+
+
+# --- parameters and their state ----------------------------------------------------------------------------------------
+def state_of(graph: Graph, training: TrainingSpec, values: Iterable[int]) -> StateBytes:
+    """State of the parameters and buffers with these op-level value numbers, each once."""
+    parameters = gradients = state = largest = total = 0
+    sources = _sources(graph)
+    for value in values:
+        source = sources[value]
+        parameters += source.bytes
+        if source.trainable and training.trains(source.name):
+            gradients += training.gradient_bytes(source.elements, source.dtype)
+            state += training.state_bytes(source.elements)
+            largest, total = max(largest, source.elements), total + source.elements
+    return StateBytes(
+        parameters=parameters, gradients=gradients, optimizer_state=state, largest_elements=largest, elements=total
+    )
+
+
+class _Source(NamedTuple):
+    name: str
+    bytes: int
+    elements: int
+    dtype: str
+    trainable: bool
+
+
+_source_tables: WeakKeyDictionary[Graph, dict[int, _Source]] = WeakKeyDictionary()
+
+
+def _sources(graph: Graph) -> dict[int, _Source]:
+    if graph not in _source_tables:
+        _source_tables[graph] = {
+            value: _Source(
+                s.name, s.spec.bytes(1), s.spec.elements(1), s.spec.dtype, s.trainable and s.kind == "parameter"
+            )
+            for value, s in graph.all_sources()
+            if s.kind in ("parameter", "buffer", "constant")
+        }
+    return _source_tables[graph]
+
+
+def state_values(graph: Graph, ops: Ints) -> Ints:
+    """Value numbers of the parameters, buffers and constants that these ops read."""
+    flat = graph.flat
+    member = np.zeros(len(flat.op_class), dtype=bool)
+    member[ops] = True
+    reads = np.repeat(member, np.diff(flat.op_indptr))
+    values = np.unique(flat.op_inputs[reads])
+    known = _sources(graph)
+    return values[[v in known for v in values.tolist()]] if values.size else values
+
+
+def update_transient_bytes(training: TrainingSpec, device: Device, state: StateBytes) -> int:
+    """What torch's Adam holds besides while it updates: nothing when fused, the root of every second moment at once on GPUs (foreach),
+    two temporaries of one parameter on CPUs."""
+    if training.fused or not training.optimizer.startswith("adam"):
+        return 0
+    return 4 * (state.elements if device.kind == "gpu" else 2 * state.largest_elements)
+
+
+# --- activations ----------------------------------------------------------------------------------------------------------
+def activations_of(graph: Graph, ops: Ints, micro_batch: int, regions: Sequence[Ints] = ()) -> StageActivations:
+    """Of a stage that runs these ops; the inner storages of each region are dropped after forward and made again in backward."""
+    storages = storages_of(graph, micro_batch)
+    flat = graph.flat
+    member = np.zeros(len(flat.op_class), dtype=bool)
+    member[ops] = True
+    region_of_op = np.full(len(flat.op_class), -1, dtype=np.int64)
+    for r, region in enumerate(regions):
+        region_of_op[region] = r
+    kernels = np.flatnonzero(member[flat.kernel_op])
+    if kernels.size == 0:
+        return StageActivations(stash=0, forward_transient=0, backward_transient=0)
+    inside = np.zeros(len(flat.kernel_op), dtype=bool)
+    inside[kernels] = True
+    region = region_of_op[flat.kernel_op]
+
+    reads = np.repeat(inside, np.diff(flat.kernel_indptr))
+    reader = storages.reader[reads]
+    read = storages.base[flat.kernel_inputs[reads]]
+    maker = flat.kernel_value_kernel[read]
+    ours = maker >= 0
+    ours[ours] = inside[maker[ours]]
+    reader, read, maker = reader[ours], read[ours], maker[ours]
+
+    made = np.flatnonzero((flat.kernel_value_kernel >= 0) & (storages.base == np.arange(len(storages.base))))
+    made = made[inside[flat.kernel_value_kernel[made]]]
+    size = storages.bytes[made]
+    row = np.full(len(storages.base), -1, dtype=np.int64)
+    row[made] = np.arange(made.size)
+    read_row = row[read]
+    made_by = flat.kernel_value_kernel[made]
+    made_forward, made_region = flat.kernel_forward[made_by], region[made_by]
+
+    again, steps = backward_places(graph, kernels, region)
+    reader_forward, reader_region = flat.kernel_forward[reader], region[reader]
+    late = again[reader] >= 0  # runs, or runs again, during backward
+    parted = (made_region[read_row] < 0) | (made_region[read_row] != reader_region)
+    kept = late & parted & made_forward[read_row]  # reads what forward left
+    stashed = np.zeros(made.size, dtype=bool)
+    stashed[read_row[kept]] = True
+    stash = int(size[stashed].sum())
+
+    place = np.full(len(flat.kernel_op), -1, dtype=np.int64)
+    forward = kernels[flat.kernel_forward[kernels]]
+    place[forward] = np.arange(forward.size)
+    mine = np.flatnonzero(made_forward)
+    last = _last_use(place, place[made_by], read_row[reader_forward], reader[reader_forward])
+    end = np.where(stashed, forward.size, last + 1)
+    held = _highest(forward.size, place[made_by[mine]], end[mine], size[mine])
+    forward_transient = max(0, held - stash)
+
+    old = np.flatnonzero(stashed)
+    last_old = _last_use(again, np.full(made.size, -1), read_row[kept], reader[kept])
+    new = np.flatnonzero(again[made_by] >= 0)  # made in backward, or made again
+    fresh = late & ~kept
+    last_new = _last_use(again, again[made_by], read_row[fresh], reader[fresh])
+    begin = np.concatenate([np.zeros(old.size, dtype=np.int64), again[made_by[new]]])
+    end = np.concatenate([last_old[old] + 1, last_new[new] + 1])
+    held = _highest(steps, begin, end, np.concatenate([size[old], size[new]]))
+    return StageActivations(stash=stash, forward_transient=forward_transient, backward_transient=max(0, held - stash))
+
+
+def _last_use(place: Ints, made_at: Ints, rows: Ints, readers: Ints) -> Ints:
+    """Last place in a sequence at which each storage is made or read."""
+    last = made_at.copy()
+    np.maximum.at(last, rows, place[readers])
+    return last
+
+
+def _highest(steps: int, begin: Ints, end: Ints, size: Ints) -> int:
+    """Largest sum of sizes alive at one step, each from `begin` up to but not including `end`."""
+    change = np.zeros(steps + 2, dtype=np.int64)
+    np.add.at(change, begin, size)
+    np.add.at(change, np.minimum(end, steps + 1), -size)
+    return int(np.cumsum(change).max(initial=0))
+
+
+def backward_places(graph: Graph, kernels: Ints, region: Ints) -> tuple[Ints, int]:
+    """Place of each kernel in the sequence that backward runs: last call first, a region's forward before its first backward kernel."""
+    flat = graph.flat
+    backward = kernels[~flat.kernel_forward[kernels]]
+    backward = backward[np.lexsort((backward, -flat.op_call[flat.kernel_op[backward]]))]
+    major = [2 * np.arange(backward.size) + 1]
+    members = [backward]
+    seen, first = np.unique(region[backward], return_index=True)
+    again = kernels[flat.kernel_forward[kernels] & (region[kernels] >= 0)]
+    start = dict(zip(seen.tolist(), first.tolist(), strict=True))
+    again = again[np.isin(region[again], seen)]
+    major.append(2 * np.array([start[r] for r in region[again].tolist()], dtype=np.int64))
+    members.append(again)
+    sequence = np.concatenate(members)
+    sequence = sequence[np.lexsort((sequence, np.concatenate(major)))] if again.size else backward
+    place = np.full(len(flat.kernel_op), -1, dtype=np.int64)
+    place[sequence] = np.arange(sequence.size)
+    return place, int(sequence.size)
+
+
+class Storages(NamedTuple):
+    base: Ints  # kernel-level value that owns the storage each value looks into
+    bytes: Ints
+    reader: Ints  # kernel of each entry of flat.kernel_inputs
+
+
+_tables: WeakKeyDictionary[Graph, dict[int, Storages]] = WeakKeyDictionary()
+
+
+def storages_of(graph: Graph, micro_batch: int) -> Storages:
+    """Storages of all kernel-level values at one micro-batch size; kept as long as the graph."""
+    kept = _tables.setdefault(graph, {})
+    if micro_batch not in kept:
+        flat = graph.flat
+        base = next(iter(kept.values())).base if kept else _bases(graph)
+        reader = np.repeat(np.arange(len(flat.kernel_op)), np.diff(flat.kernel_indptr))
+        kept[micro_batch] = Storages(base, spec_bytes(flat.kernel_value_spec, micro_batch), reader)
+    return kept[micro_batch]
+
+
+def spec_bytes(specs: Sequence[TensorSpec], micro_batch: int) -> Ints:
+    """Bytes of each; equal objects (templates share theirs) are computed once."""
+    known: dict[int, int] = {}
+    sizes = np.empty(len(specs), dtype=np.int64)
+    for i, spec in enumerate(specs):
+        size = known.get(id(spec))
+        if size is None:
+            size = known[id(spec)] = spec.bytes(micro_batch)
+        sizes[i] = size
+    return sizes
+
+
+def _bases(graph: Graph) -> Ints:
+    flat = graph.flat
+    view = np.array([k.view for k in graph.kernel_classes], dtype=bool)[flat.kernel_class]
+    outputs = np.array([len(k.outputs) for k in graph.kernel_classes], dtype=np.int64)[flat.kernel_class]
+    kernels = np.flatnonzero(view & (np.diff(flat.kernel_indptr) > 0))
+    count = outputs[kernels]  # split and the like: every output looks into the input
+    offset = np.arange(int(count.sum())) - np.repeat(np.cumsum(count) - count, count)
+    base = np.arange(len(flat.kernel_value_kernel))
+    base[np.repeat(flat.kernel_outputs[kernels], count) + offset] = np.repeat(
+        flat.kernel_inputs[flat.kernel_indptr[kernels]], count
+    )
+    while True:
+        further = base[base]
+        if (further == base).all():
+            return base
+        base = further

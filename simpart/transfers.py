@@ -1,0 +1,125 @@
+"""Messages between stages and gradient collectives of a plan, as a communication model is asked for them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from simpart.cost import Collective, CollectiveTable, CommModel
+from simpart.hardware import Cluster, LinkLevel
+from simpart.ledger import Priced, priced_rows
+
+__all__ = ["CommPrices", "Message", "all_reduces", "messages", "slowest_device"]
+
+
+class Message(NamedTuple):
+    """Samples [start, start + samples) of a micro-batch, from the replica that has them to one that needs them."""
+
+    source: int
+    target: int
+    samples: int
+    held: int
+    """Samples that the source's tensor has in all."""
+
+
+@lru_cache(maxsize=4096)
+def messages(
+    sizes: tuple[int, ...], devices: tuple[int, ...], target_sizes: tuple[int, ...], target_devices: tuple[int, ...]
+) -> tuple[Message, ...]:
+    """Who sends what when replicas of one group feed those of another; sizes may differ.
+
+    >>> [m[:3] for m in messages((3, 1), (0, 1), (2, 2), (8, 9))]
+    [(0, 8, 2), (0, 9, 1), (1, 9, 1)]
+    """
+    found, starts, begin = [], [], 0
+    for size in target_sizes:
+        starts.append(begin)
+        begin += size
+    low = 0
+    for size, device in zip(sizes, devices, strict=True):
+        for first, wanted, target in zip(starts, target_sizes, target_devices, strict=True):
+            overlap = min(low + size, first + wanted) - max(low, first)
+            if overlap > 0:
+                found.append(Message(device, target, overlap, size))
+        low += size
+    return tuple(found)
+
+
+class CommPrices:
+    """Answers of a communication model on one cluster, each collective asked for once."""
+
+    def __init__(self, model: CommModel, cluster: Cluster) -> None:
+        self.model, self.cluster = model, cluster
+        self.known: dict[Collective, Priced] = {}
+
+    def of(self, collectives: Iterable[Collective]) -> list[Priced]:
+        """Prices in the order given; unknown ones are asked for together."""
+        wanted = list(collectives)
+        missing = [c for c in dict.fromkeys(wanted) if c not in self.known]
+        if missing:
+            estimate = self.model.estimate(CollectiveTable(tuple(missing)), self.cluster)
+            self.known.update(zip(missing, priced_rows(estimate, self.cluster.name), strict=True))
+        return [self.known[c] for c in wanted]
+
+
+def slowest_device(
+    prices: CommPrices, found: Sequence[Message], sizes: Callable[[int], Sequence[tuple[int, bool, str]]]
+) -> list[Priced]:
+    """What the busiest device sends or receives for one micro-batch, one message after the other.
+
+    `sizes(samples)` are bytes, whether they scale with samples, and dtype of each value on a replica with so many samples.
+    """
+    pairs, collectives = [], []
+    shared = _sharing(prices.cluster, [(m.source, m.target) for m in found])
+    alike: dict[tuple[object, ...], Collective] = {}
+    for message, concurrent in zip(found, shared, strict=True):
+        level = prices.cluster.level_between(message.source, message.target)
+        for whole, scales, dtype in sizes(message.held):
+            size = whole * message.samples // message.held if scales else whole
+            key = (level.name, level.only, size, concurrent, dtype)
+            collective = alike.setdefault(
+                key, Collective("p2p", size, (message.source, message.target), concurrent, dtype)
+            )
+            pairs.append(message)
+            collectives.append(collective)
+    load: dict[tuple[str, int], list[Priced]] = defaultdict(list)
+    for message, priced in zip(pairs, prices.of(collectives), strict=True):
+        load["sends", message.source].append(priced)
+        load["receives", message.target].append(priced)
+    totals = {key: sum(p.seconds for p in items) for key, items in load.items()}
+    slowest = max(totals, key=lambda key: totals[key], default=None)
+    return [] if slowest is None else load[slowest]
+
+
+def all_reduces(
+    cluster: Cluster, groups: Sequence[tuple[int, ...]], bytes_of_group: Sequence[int], bucket_bytes: int, dtype: str
+) -> list[list[tuple[Collective, int]]]:
+    """For each group of devices the all-reduces (with how often) of so many bytes in buckets, all groups at the same time."""
+    shared = _sharing(cluster, groups)
+    result = []
+    for ranks, size, concurrent in zip(groups, bytes_of_group, shared, strict=True):
+        full, rest = divmod(size, bucket_bytes)
+        calls = [(Collective("all_reduce", bucket_bytes, ranks, concurrent, dtype), full)] if full else []
+        if rest:
+            calls.append((Collective("all_reduce", rest, ranks, concurrent, dtype), 1))
+        result.append(calls)
+    return result
+
+
+def _sharing(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> list[int]:
+    """For each group of devices, how many of all groups use one of its physical links at the same time."""
+    users: dict[tuple[str, str | None, int], int] = defaultdict(int)
+    places = []
+    for ranks in groups:
+        level = cluster.level_of(ranks)
+        blocks = {(level.name, level.only, rank // _block(level)) for rank in ranks}
+        places.append(blocks)
+        for block in blocks:
+            users[block] += 1
+    return [max((users[block] for block in blocks), default=1) for blocks in places]
+
+
+def _block(level: LinkLevel) -> int:
+    return level.size if level.kind == "shared" else level.shared_by
