@@ -46,15 +46,16 @@ def op_class_flops(graph: Graph, micro_batch: int) -> Floats:
     sizes = [len(t.ops) for t in graph.templates]
     base = np.repeat(np.cumsum(sizes) - sizes, [len(t.kernels) for t in graph.templates])
     owner = base + np.array([kernel.op for kernel in graph.kernel_classes], dtype=np.int64)
-    return np.bincount(owner, weights=kernel_class_flops(graph, micro_batch), minlength=sum(sizes))
+    found: Floats = np.bincount(owner, kernel_class_flops(graph, micro_batch), minlength=sum(sizes)).astype(np.float64)
+    return found
 
 
 def _total(graph: Graph, micro_batch: int, recomputing: bool) -> int:
     each = _per_class(graph, micro_batch, recomputing)
     sizes = [len(t.kernels) for t in graph.templates]
     base = np.cumsum([0, *sizes]).tolist()
-    runs = np.bincount([call.template for call in graph.calls], minlength=len(sizes)).tolist()
-    total = sum(n * sum(each[first : first + size]) for n, first, size in zip(runs, base[:-1], sizes, strict=True))
+    runs: list[int] = np.bincount([call.template for call in graph.calls], minlength=len(sizes)).tolist()
+    total: int = sum(n * sum(each[first : first + size]) for n, first, size in zip(runs, base[:-1], sizes, strict=True))
     return total - sum(each[base[call.template] + k] for call in graph.calls for k in call.omits)
 
 
@@ -176,8 +177,9 @@ def _recurrent(weights: Callable[[Any], Sequence[Shape]], passes: int) -> Formul
     """Every step of every sequence meets every weight matrix."""
 
     def formula(arguments: Any, outputs: Sequence[Shape], recomputing: bool) -> int:
-        matrices = [prod(w) for w in weights(arguments) if len(w) == 2]
-        return 2 * passes * prod(arguments[0][:-1]) * sum(matrices)
+        matrices: list[int] = [prod(w) for w in weights(arguments) if len(w) == 2]
+        steps: int = prod(arguments[0][:-1])
+        return 2 * passes * steps * sum(matrices)
 
     return formula
 

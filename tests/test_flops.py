@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simpart.capture import capture
 from simpart.flops import elementwise_ops, executed_flops, kernel_class_flops, kernel_flops, model_flops, op_class_flops
 from simpart.graph import Call, Graph, Kernel, Op, Source, Template
 from simpart.sizes import Affine, TensorSpec
+from simpart.zoo import Dims, GPTDims, LlamaDims, ResNetDims, UNetDims, ZooFactory
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"
 
@@ -133,3 +135,77 @@ def test_a_graph_costs_its_calls_and_not_the_kernels_they_omit() -> None:
     assert executed_flops(graph, 3) == 5 * sum(per_class) - per_class[3]
     assert op_class_flops(graph, 3).tolist() == [sum(per_class)]
     assert model_flops(graph, 3) == np.dot(kernel_class_flops(graph, 3), np.bincount(graph.flat.kernel_class))
+
+
+# --- captured graphs -------------------------------------------------------------------------------------------------
+def attention(layers: int, b: int, s: int, h: int) -> int:
+    """One of the products of causal attention over all layers, the full square."""
+    return 2 * layers * b * s * s * h
+
+
+def gpt_forward(dims: GPTDims, b: int) -> int:
+    """`L (24 b s h² + 4 b s² h) + 2 b s h V`."""
+    s, h, layers = dims.seq, dims.hidden, dims.layers
+    return layers * (24 * b * s * h * h + 4 * b * s * s * h) + 2 * b * s * h * dims.vocab
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_gpt_equals_its_closed_form_and_executes_one_attention_product_more(tied: bool) -> None:
+    dims = GPTDims(layers=2, hidden=32, heads=4, seq=16, vocab=61, tied=tied)
+    graph = capture(ZooFactory("gpt", dims))
+    assert graph.parameter_count == dims.parameter_count
+    for b in (1, 2, 7):
+        assert model_flops(graph, b) == 3 * gpt_forward(dims, b)
+        assert executed_flops(graph, b) == 3 * gpt_forward(dims, b) + attention(dims.layers, b, dims.seq, dims.hidden)
+
+
+def test_llama_equals_its_closed_form() -> None:
+    dims = LlamaDims(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, seq=16, vocab=61)
+    graph = capture(ZooFactory("llama", dims))
+    linears = dims.layers * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 48) + 32 * 61
+    assert graph.parameter_count == dims.parameter_count
+    for b in (1, 4):
+        forward = 2 * b * 16 * linears + 2 * attention(2, b, 16, 32)
+        assert model_flops(graph, b) == 3 * forward
+        assert executed_flops(graph, b) == 3 * forward + attention(2, b, 16, 32)
+
+
+CONVOLUTIONAL = [
+    ("resnet50", ResNetDims(image=32, classes=7, width=4, blocks=(1, 2))),
+    ("unet", UNetDims(image=16, base=4, depth=2, classes=3)),
+]
+
+
+@pytest.mark.parametrize(("name", "dims"), CONVOLUTIONAL)
+def test_convolutional_models_agree_with_torchs_counter(name: str, dims: Dims) -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    factory = ZooFactory(name, dims)
+    graph = capture(factory)
+    for b in (1, 3):
+        module, inputs = factory(b)
+        with FlopCounterMode(display=False) as counter:
+            module(*inputs).backward()
+        assert executed_flops(graph, b) == model_flops(graph, b) == counter.get_total_flops()
+
+
+@pytest.mark.slow
+def test_resnet50_has_8_178_gflop_forward_and_twice_that_backward_but_for_the_stem() -> None:
+    graph = capture(ZooFactory("resnet50", ResNetDims()))
+    per_class = kernel_class_flops(graph, 2)[graph.flat.kernel_class]
+    forward, backward = per_class[graph.flat.kernel_forward].sum(), per_class[~graph.flat.kernel_forward].sum()
+    stem = 2 * (3 * 64 * 7 * 7) * 112 * 112 * 2
+    assert graph.parameter_count == 25_557_032
+    assert round(forward / 2 / 1e9, 3) == 8.178
+    assert backward == 2 * forward - stem
+
+
+@pytest.mark.slow
+def test_gpt3_agrees_with_the_published_closed_form() -> None:
+    """Narayanan et al., arXiv:2104.04473, section 5.1, without the recomputation that its 96 counts."""
+    s, layers, h, vocab = 2048, 96, 12288, 51200
+    dims = GPTDims(layers=layers, hidden=h, heads=96, seq=s, vocab=vocab, tied=True)
+    graph = capture(ZooFactory("gpt", dims), precision="bfloat16")
+    published = 72 * s * layers * h * h * (1 + s / (6 * h) + vocab / (12 * layers * h))
+    assert graph.parameter_count == dims.parameter_count
+    assert model_flops(graph, 1) == pytest.approx(published, rel=1e-3)

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from simpart.zoo.dims import Dims, GPTDims, LlamaDims, ResNetDims, UNetDims
+from simpart.zoo.dims import Dims, GPTDims, LlamaDims, ResNetDims, UNetDims, spell
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,13 @@ class ZooFactory:
         draw: Any = inputs.tokens if isinstance(self.dims, GPTDims | LlamaDims) else inputs.images
         found: tuple[torch.Tensor, ...] = draw(self.dims, micro_batch, generator)
         return found
+
+    @property
+    def model(self) -> str:
+        """`name:dim=value,…` with all dims, in the order of their class."""
+        return f"{self.name}:" + ",".join(
+            f"{item.name}={spell(getattr(self.dims, item.name))}" for item in fields(self.dims)
+        )
 
     @property
     def tokens_per_sample(self) -> int:

@@ -11,6 +11,19 @@ from simpart.errors import UserError
 __all__ = ["Dims", "GPTDims", "LlamaDims", "ResNetDims", "UNetDims"]
 
 
+def spell(value: object) -> str:
+    """A dimension as it is written in a MODEL text.
+
+    >>> spell(True), spell(0.1), spell((3, 4, 6, 3))
+    ('true', '0.1', '3-4-6-3')
+    """
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return "-".join(map(str, value))
+    return f"{value:.12g}" if isinstance(value, float) else str(value)
+
+
 def positive(dims: Dims) -> None:
     """Raise UserError unless every integer dimension is at least 1 and no float is negative."""
     for item in fields(dims):
@@ -19,9 +32,8 @@ def positive(dims: Dims) -> None:
         if isinstance(value, float) and value < 0:
             raise UserError(f"{item.name} must not be negative, got {item.name}={value:g}; try {item.name}=0")
         if not isinstance(value, float | bool) and min(numbers, default=1) < 1:
-            spelled, usual = "-".join(map(str, numbers)), item.default or "1"
-            usual = "-".join(map(str, usual)) if isinstance(usual, tuple) else usual
-            raise UserError(f"{item.name} must be at least 1, got {item.name}={spelled}; try {item.name}={usual}")
+            usual = spell(item.default or 1)
+            raise UserError(f"{item.name} must be at least 1, got {item.name}={spell(value)}; try {item.name}={usual}")
 
 
 def divides(divisor: str, value: int, name: str, whole: int) -> None:
