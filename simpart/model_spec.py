@@ -187,6 +187,11 @@ class UserFactory:
             return tuple(own(micro_batch, generator))
 
     @property
+    def draws_inputs(self) -> bool:
+        """True if the function has an `inputs` of its own."""
+        return hasattr(self._function(), "inputs")
+
+    @property
     def tokens_per_sample(self) -> int | None:
         """What the function says of itself; None when it does not."""
         found = getattr(self._function(), "tokens_per_sample", None)
