@@ -53,7 +53,7 @@ def op_class_flops(graph: Graph, micro_batch: int) -> Floats:
 def _total(graph: Graph, micro_batch: int, recomputing: bool) -> int:
     each = _per_class(graph, micro_batch, recomputing)
     sizes = [len(t.kernels) for t in graph.templates]
-    base = np.cumsum([0, *sizes]).tolist()
+    base: list[int] = np.cumsum([0, *sizes]).tolist()
     runs: list[int] = np.bincount([call.template for call in graph.calls], minlength=len(sizes)).tolist()
     total: int = sum(n * sum(each[first : first + size]) for n, first, size in zip(runs, base[:-1], sizes, strict=True))
     return total - sum(each[base[call.template] + k] for call in graph.calls for k in call.omits)

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +15,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simpart.capture import capture
 from simpart.errors import FormatError
 from simpart.graph import Call, Graph, Kernel, Op, Source, Template
 from simpart.graph_format import graph_from_json, graph_to_json, load_graph, save_graph
 from simpart.sizes import Affine, Table, TensorSpec
+from simpart.zoo import Dims, GPTDims, ResNetDims, ZooFactory
 
 FIELDS = ("model", "precision", "sources", "templates", "calls", "loss", "gradients", "joined", "tokens_per_sample")
 
@@ -317,3 +323,95 @@ def test_a_faulty_file_is_named(tmp_path: Path) -> None:
     path.write_text(json.dumps({**content, "body": {**content["body"], "loss": 99}}))
     with pytest.raises(FormatError, match=r"a\.graph: not a sound graph: loss must be from 0 to 5, got 99"):
         load_graph(path)
+
+
+MODELS = [
+    ("gpt", GPTDims(layers=3, hidden=16, heads=2, seq=8, vocab=11, tied=True)),
+    ("resnet50", ResNetDims(image=32, classes=3, width=4, blocks=(1, 2))),
+]
+
+
+@pytest.mark.parametrize(("name", "dims"), MODELS)
+def test_a_captured_graph_survives_its_file(tmp_path: Path, name: str, dims: Dims) -> None:
+    graph = capture(ZooFactory(name, dims), model="one spelling")
+    save_graph(graph, tmp_path / "a.graph")
+    again = load_graph(tmp_path / "a.graph")
+    assert same(graph, again)
+    assert graph.op_ids == again.op_ids
+    assert graph.fingerprint == again.fingerprint == replace(graph, model="another spelling").fingerprint
+    assert again.at(1).flat.kernel_inputs.tolist() == graph.at(1).flat.kernel_inputs.tolist()
+
+
+def deep(layers: int) -> Graph:
+    """Layers of 24 ops, 110 kernels and 12 parameters; each reads the one before and, backward, the one behind."""
+    x, w = TensorSpec((Affine(0, 1), 128, 1024), "bfloat16"), TensorSpec((1024, 1024), "bfloat16")
+    weights = 12
+    parameters = tuple(Source(kind="parameter", name=f"h.{{0}}.w{i}", spec=w, trainable=True) for i in range(weights))
+    ops = tuple(
+        Op(
+            path="h.{0}",
+            target="aten.linear.default",
+            kind="linear",
+            inputs=(-1 if i == 0 else weights + i - 1, i % weights),
+            outputs=(x,),
+            carries_gradient=True,
+        )
+        for i in range(24)
+    )
+    kernels = tuple(
+        Kernel(
+            op=i if i < 24 else (109 - i) % 24,
+            phase="F" if i < 40 else "B",
+            target="aten.mm.default",
+            inputs=(-1 if i == 0 else -2 if i == 40 else weights + i - 1, i % weights),
+            outputs=(x,),
+            arguments='{"positional":[{"tensor":0},{"tensor":1}],"named":{}}',
+        )
+        for i in range(110)
+    )
+    per_op, per_kernel = weights + 24, weights + 110
+    calls = tuple(
+        Call(
+            template=0,
+            variables=(str(c),),
+            externals=(0 if c == 0 else 2 + c * per_op - 1,),
+            kernel_externals=(
+                0 if c == 0 else 2 + (c - 1) * per_kernel + weights + 39,
+                1 if c == layers - 1 else 2 + (c + 2) * per_kernel - 1,
+            ),
+        )
+        for c in range(layers)
+    )
+    return Graph(
+        model="deep",
+        precision="bfloat16",
+        sources=(Source(kind="input", name="0", spec=x), Source(kind="tangent", name="loss", spec=x)),
+        templates=(Template(sources=parameters, ops=ops, kernels=kernels),),
+        calls=calls,
+        loss=2 + layers * per_op - 1,
+        gradients={
+            2 + c * per_op + i: 2 + c * per_kernel + weights + 40 + i for c in range(layers) for i in range(weights)
+        },
+    )
+
+
+@pytest.mark.slow
+def test_a_million_ops_fit_in_seconds_and_gigabytes(tmp_path: Path) -> None:
+    code = (
+        "import resource, sys, test_graph_format as t\n"
+        "t.save_graph(t.deep(41_667), sys.argv[1])\n"
+        "graph = t.load_graph(sys.argv[1])\n"
+        "assert len(graph.op_ids) == graph.flat.op_class.size == 1_000_008\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)\n"
+    )
+    path = tmp_path / "a.graph"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)],
+        cwd=Path(__file__).parent,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert int(done.stdout) < 2e9
+    assert path.stat().st_size < 500_000
