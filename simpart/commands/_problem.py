@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
+from simpart.commands._notice import notice
 from simpart.configure import RECOMPUTE, Configuration
 from simpart.errors import UserError
 from simpart.hardware import load_cluster
@@ -73,7 +74,8 @@ def build_problem(model: str, options: dict[str, Any], space: Space = Space()) -
         raise UserError(f"global batch must be at least 1 sample, got {options['global_batch']}")
     precision = options["precision"]
     training = TrainingSpec(optimizer=options["optimizer"], precision=precision, gradient_clip_norm=options["clip"])
-    graph = load_graph_or_model(model, precision=precision, cache=not options["no_cache"])
+    with notice(f"capturing {model}"):
+        graph = load_graph_or_model(model, precision=precision, cache=not options["no_cache"])
     costs = default_costs(cluster, store=options["store"], profiles=not options["no_profiles"])
     return Problem(
         graph=graph, training=training, cluster=cluster, costs=costs, global_batch=options["global_batch"], space=space
