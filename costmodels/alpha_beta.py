@@ -9,8 +9,9 @@ all-gather inside.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -132,24 +133,25 @@ def _meet(
 
 
 # --- seconds of each kind: (bytes, path, in_switch) ------------------------------------------------------------------
-def _worst(tier: tuple[Hop, ...], cost: Callable[[Hop], Floats]) -> Floats:
-    return np.max([cost(hop) for hop in tier], axis=0)
+def _worst(tier: tuple[Hop, ...], cost: Callable[[Hop], Any]) -> Floats:
+    found: Floats = np.max([cost(hop) for hop in tier], axis=0)
+    return found
 
 
-def _inside(tier: tuple[Hop, ...]) -> int:
-    return min(hop.inside for hop in tier)
+def _sum(parts: Sequence[Floats]) -> Floats:
+    found: Floats = np.sum(parts, axis=0)
+    return found
 
 
 def _all_reduce(size: Floats, path: Path, in_switch: bool) -> Floats:
-    def across(hop: Hop) -> Floats:
+    def across(hop: Hop) -> Any:
         n, share = hop.members, size / hop.inside
         ring = 2 * (n - 1) / n * share / hop.bytes_per_s + 2 * (n - 1) * hop.latency_s
         tree = 2 * share / hop.bytes_per_s + 2 * np.log2(n) * hop.latency_s
         best = np.minimum(ring, tree)
         return np.minimum(best, share / hop.bytes_per_s + 2 * hop.latency_s) if in_switch else best
 
-    inner = sum(2 * _scatter(size, tier) for tier in path[:-1])
-    return np.asarray(inner + _worst(path[-1], across))
+    return _sum([*(2 * _scatter(size, tier) for tier in path[:-1]), _worst(path[-1], across)])
 
 
 def _scatter(size: Floats, tier: tuple[Hop, ...]) -> Floats:
@@ -160,7 +162,7 @@ def _scatter(size: Floats, tier: tuple[Hop, ...]) -> Floats:
 
 
 def _gather(size: Floats, path: Path, in_switch: bool) -> Floats:
-    return np.sum([_scatter(size, tier) for tier in path], axis=0)
+    return _sum([_scatter(size, tier) for tier in path])
 
 
 def _all_to_all(size: Floats, path: Path, in_switch: bool) -> Floats:
@@ -168,16 +170,11 @@ def _all_to_all(size: Floats, path: Path, in_switch: bool) -> Floats:
     total = 1
     for tier in path:
         total *= max(hop.members for hop in tier)
-    return np.sum(
-        [
-            _worst(
-                tier,
-                lambda hop: (hop.members - 1) * hop.inside * (hop.latency_s + size / total / hop.bytes_per_s),
-            )
-            for tier in path
-        ],
-        axis=0,
-    )
+
+    def cost(hop: Hop) -> Any:
+        return (hop.members - 1) * hop.inside * (hop.latency_s + size / total / hop.bytes_per_s)
+
+    return _sum([_worst(tier, cost) for tier in path])
 
 
 def _point_to_point(size: Floats, path: Path, in_switch: bool) -> Floats:
@@ -187,13 +184,13 @@ def _point_to_point(size: Floats, path: Path, in_switch: bool) -> Floats:
 def _broadcast(size: Floats, path: Path, in_switch: bool) -> Floats:
     """The better of a binomial tree and scatter with all-gather (van de Geijn) at each level, from the outermost in."""
 
-    def cost(hop: Hop) -> Floats:
+    def cost(hop: Hop) -> Any:
         n, steps = hop.members, np.ceil(np.log2(hop.members))
         tree = steps * (hop.latency_s + size / hop.bytes_per_s)
         pieces = (steps + n - 1) * hop.latency_s + 2 * (n - 1) / n * size / hop.bytes_per_s
         return np.minimum(tree, pieces)
 
-    return np.sum([_worst(tier, cost) for tier in path], axis=0)
+    return _sum([_worst(tier, cost) for tier in path])
 
 
 _SECONDS: dict[CollectiveKind, Callable[[Floats, Path, bool], Floats]] = {

@@ -1,4 +1,4 @@
-"""What a measurement depends on besides the kernel: device, software, threads, busy neighbours. Does not import torch."""
+"""What a measurement depends on besides the kernel: device, software, threads, busy neighbours."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def torch_version() -> str | None:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep freed memory for the next allocation instead of giving it back to the system, as GPU allocators do.
+    """Have glibc keep freed memory for the next allocation instead of giving it back, as GPU allocators do.
 
     Without it a step's time depends on how often the system hands out zeroed pages anew: replayed kernels and a real
     step then differ by chance. Where there is no glibc nothing happens.

@@ -115,7 +115,7 @@ class Store:
         return self.folder / _FILE
 
     def read(self) -> Profiles:
-        """Everything in the store; an absent one is empty. Raises FormatError for another kind of file, or a newer one."""
+        """Everything in the store; an absent one is empty. Raises FormatError for another kind of file or a newer one."""
         try:
             raw = self.path.read_bytes()
         except FileNotFoundError:
@@ -185,7 +185,7 @@ def _repair(file: BinaryIO, path: Path) -> int:
 
 
 def _check_header(line: bytes, path: Path) -> None:
-    """Raises FormatError unless this is the first line of a store that this version reads. A torn one is none at all."""
+    """Raises FormatError unless this is the first line of a store that this version reads, or the start of it."""
     if not line.endswith(b"\n"):
         if dump_json({"kind": KIND, "version": VERSION}).encode().startswith(line):
             return
@@ -255,7 +255,7 @@ def _from_json(
 
 
 def signature_to_json(signature: Signature) -> list[Any]:
-    """`[target, inputs, outputs, arguments, mode, view, members]`; a tensor is `[shape, dtype]` or with order, strides."""
+    """`[target, inputs, outputs, arguments, mode, view, members]`; a tensor is `[shape, dtype(, order, strides)]`."""
     return [
         signature.target,
         [_form_to_json(form) for form in signature.inputs],

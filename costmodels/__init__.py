@@ -1,0 +1,64 @@
+"""Cost models: roofline, tables of measurements, α–β; and the ones that commands use unless told otherwise.
+
+Importing this package imports neither torch nor a fitted model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from simpart.cost import CommModel, ComputeModel, Costs
+from simpart.costmodels.alpha_beta import AlphaBeta
+from simpart.costmodels.fallback import Calibrated, Fallback, merge
+from simpart.costmodels.measured_links import MeasuredLinks
+from simpart.costmodels.roofline import Roofline, physical_bound_s
+from simpart.costmodels.table import Table, overhead_s, preferred
+from simpart.hardware import Cluster
+from simpart.hardware_profiles._store import Profiles, Store
+
+__all__ = [
+    "COMM_MODELS", "COMPUTE_MODELS", "AlphaBeta", "Calibrated", "Fallback", "MeasuredLinks", "Roofline", "Table",
+    "default_costs", "merge", "physical_bound_s",
+]  # fmt: skip
+
+
+def _profiled(profiles: Profiles, processes: int | None = None) -> Fallback:
+    table = Table(profiles, processes)
+    return Fallback((table, Calibrated(table, Roofline())), Roofline())
+
+
+COMPUTE_MODELS: Mapping[str, Callable[[Profiles], ComputeModel]] = {
+    "roofline": lambda profiles: Roofline(),
+    "profiled": _profiled,
+}
+COMM_MODELS: Mapping[str, Callable[[Profiles], CommModel]] = {
+    "alpha_beta": lambda profiles: AlphaBeta(),
+    "in_switch": lambda profiles: AlphaBeta(in_switch=True),
+    "measured_links": lambda profiles: MeasuredLinks(profiles, AlphaBeta()),
+}
+"""Name → model on a store's profiles. Each answers every row of any table, and passes the shared suite."""
+
+
+def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles: bool = True) -> Costs:
+    """Data sheets, and in front of them what was measured on devices of this cluster, if anything was and `profiles`.
+
+    `store` is a folder, by default SIMPART_STORE or the user's data folder. Raises FormatError if its file is no store.
+    """
+    found = Store.at(store).read() if profiles else Profiles()
+    devices = {device.name for device in cluster.kinds}
+    kernels = sum(r.environment.device in devices for r in found.kernels)
+    links = sum(r.environment.device in devices for r in found.links)
+    overheads = [r for r in found.overheads if r.environment.device in devices]
+    known = [name for name, count in (("kernels", kernels), ("links", links)) if count]
+
+    def overhead(name: str) -> float:
+        return overhead_s(preferred([r for r in overheads if r.name == name], cluster.size))
+
+    return Costs(
+        compute=_profiled(found, cluster.size) if kernels else Roofline(),
+        communication=MeasuredLinks(found, AlphaBeta()) if links else AlphaBeta(),
+        step_overhead_s=overhead("step"),
+        action_overhead_s=overhead("action"),
+        description="data sheets" + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
+    )
