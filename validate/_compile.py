@@ -77,11 +77,12 @@ def compile_stage(
             instructions, recompute, exported.groups, keep=keep, written=written, slots=builder.slots
         )
     clones = []
-    for (op, output), slot in zip(outputs, leaving, strict=True):
+    ends = [(f"{op} (output {output} leaves the stage)", slot) for (op, output), slot in zip(outputs, leaving, strict=True)]
+    for name, slot in [*ends, *(("the loss", slot) for slot in wanted)]:
         clones.append(builder.new_slot())
         instructions.append(
             Instruction(
-                owner=-1, name=f"{op} (output {output} leaves the stage)", call=torch.clone, arguments=(Slot(slot),),
+                owner=-1, name=name, call=torch.clone, arguments=(Slot(slot),),
                 keywords={"memory_format": torch.contiguous_format}, outputs=(clones[-1],),
             )
         )  # fmt: skip
@@ -89,7 +90,7 @@ def compile_stage(
     rest = {name: buffers[name] for name in builder.held if name not in parameters}
     entering = [*boundary, *builder.given.values(), *(builder.held[n] for n in own), *(builder.held[n] for n in rest)]
     return StageProgram(
-        program=Program(instructions, entering, [*clones, *wanted], builder.slots),
+        program=Program(instructions, entering, clones, builder.slots),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         graph_inputs=tuple(builder.given),
