@@ -66,8 +66,8 @@ def configuration_of(options: dict[str, Any]) -> Configuration:
 
 def build_problem(model: str, options: dict[str, Any], space: Space = Space()) -> Problem:
     """Graph (captured, from the cache or from a file), cluster and cost models of a command's options."""
-    from simpart.registry import default_costs
     from simpart.model_spec import load_graph_or_model
+    from simpart.registry import default_costs
 
     cluster = load_cluster(options["cluster"])
     if options["global_batch"] < 1:
