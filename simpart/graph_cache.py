@@ -72,7 +72,11 @@ def _key(factory: ModelFactory, precision: str, micro_batches: Sequence[int], fu
     here = Path(__file__).parent
     own = [here / "graph.py", here / "graph_format.py", here / "ops.py", here / "sizes.py"]
     own += sorted([*(here / "capture").glob("*.py"), *(here / "zoo").glob("*.py")])
-    module = factory.source_file() if isinstance(factory, UserFactory) else None
+    module = None
+    if isinstance(factory, UserFactory):
+        module = factory.source_file()
+        if module is None:
+            factory.check()  # most likely it does not exist: say so before torch is imported
     parts = [
         factory.model,
         precision,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import os
 import re
 import sys
@@ -175,6 +176,10 @@ class UserFactory:
         module, inputs = made
         return module, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)
 
+    def check(self) -> None:
+        """Import the module; raises UserError when it or the function is missing."""
+        self._function()
+
     def build(self) -> nn.Module:
         return self(1)[0]
 
@@ -220,7 +225,7 @@ class UserFactory:
             except Exception as error:
                 raise _failure(f"importing {self.module}", error) from error
         if not hasattr(module, self.attribute):
-            known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+            known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
             raise UnknownNameError(f"factory in {self.module}", self.attribute, known)
         function = getattr(module, self.attribute)
         if not callable(function):

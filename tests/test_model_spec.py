@@ -65,7 +65,7 @@ def test_a_canonical_text_means_itself(text: str) -> None:
         ("gpt:dropout=nan", "dropout must be a number from 0 to 1, got dropout=nan"),
         ("resnet50:blocks=3,4", "dims of resnet50 are written"),
         ("resnet50:blocks=a", "blocks must be counts with dashes between, got blocks=a"),
-        ("gpt:hidden=10,heads=3", "heads must divide hidden, got heads=3, hidden=10; try 2 or 5"),
+        ("gpt:hidden=10,heads=3", "heads must divide hidden, got heads=3, hidden=10; try heads=2 or heads=5"),
         ("hf:gpt2", "hf: models are not read yet"),
         ("none.graph", "cannot read none.graph: there is no such file"),
         ("a/b", "a model is a zoo model such as"),

@@ -102,10 +102,13 @@ def test_rotation_depends_on_distance_alone() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: GPTDims(heads=5), "heads must divide hidden, got heads=5, hidden=768; try 4 or 6"),
+        (lambda: GPTDims(heads=5), "heads must divide hidden, got heads=5, hidden=768; try heads=4 or heads=6"),
         (lambda: GPTDims(layers=0), "layers must be at least 1, got layers=0; try layers=12"),
         (lambda: GPTDims(dropout=1.0), "dropout must be at least 0 and below 1, got dropout=1; try 0.1"),
-        (lambda: LlamaDims(heads=32, kv_heads=5), "kv_heads must divide heads, got kv_heads=5, heads=32; try 4 or 8"),
+        (
+            lambda: LlamaDims(heads=32, kv_heads=5),
+            "kv_heads must divide heads, got kv_heads=5, heads=32; try kv_heads=4 or kv_heads=8",
+        ),
         (lambda: LlamaDims(hidden=6, heads=2), "rotary positions need an even hidden / heads"),
         (
             lambda: UNetDims(image=100, depth=3),

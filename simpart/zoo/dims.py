@@ -39,9 +39,10 @@ def positive(dims: Dims) -> None:
 def divides(divisor: str, value: int, name: str, whole: int) -> None:
     """Raise UserError unless `value` divides `whole`, naming the nearest divisors."""
     if whole % value:
-        fits = [d for d in range(1, whole + 1) if whole % d == 0]
-        below, above = max(d for d in fits if d <= value), min((d for d in fits if d > value), default=whole)
-        raise UserError(f"{divisor} must divide {name}, got {divisor}={value}, {name}={whole}; try {below} or {above}")
+        fits = [d for d in range(1, min(whole, 2**20) + 1) if whole % d == 0]
+        near = [max(d for d in fits if d <= value), *[d for d in fits if d > value][:1]]
+        choice = " or ".join(f"{divisor}={d}" for d in near)
+        raise UserError(f"{divisor} must divide {name}, got {divisor}={value}, {name}={whole}; try {choice}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
