@@ -106,7 +106,7 @@ class _Flat:
 
     @cached_property
     def live(self) -> list[int]:
-        """How many values cross the cut before each op."""
+        """How many values cross the cut before each op; a cut through an indivisible group counts as very many."""
         last_use: dict[Ref, int] = {self.trace.loss: len(self.trace.ops)}
         for i, op in enumerate(self.trace.ops):
             for ref in op.inputs:
@@ -116,6 +116,10 @@ class _Flat:
         for (row, _), last in last_use.items():
             change[row + 1] += 1
             change[last + 1] -= 1
+        for i, op in enumerate(self.trace.ops):
+            if op.group == i:
+                change[i + 1] += 1000
+                change[self.group_stop[i] + 1] -= 1000
         return list(accumulate(change))[: len(self.trace.ops)]
 
     def region(self, start: int, stop: int) -> _Region:

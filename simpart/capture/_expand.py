@@ -93,13 +93,18 @@ class Names:
         return self.stack.block(name) == 1 and self.stack.renamed(name, 2) == self.shallow[two]
 
     def in_block(self, source: int, block: int) -> Ref:
-        return -1, self.deep[self.stack.renamed(self.shallow[source], block)]
+        return self._deep(self.stack.renamed(self.shallow[source], block))
+
+    def _deep(self, name: str) -> Ref:
+        if name not in self.deep:
+            raise Irregular(f"the whole module has no tensor {name}")
+        return -1, self.deep[name]
 
     def outside(self, source: int) -> Ref:
         """A source as rows outside of the inner blocks read it; they may not read an inner block's own."""
         block = self.block(source)
         if block is None:
-            return -1, self.deep[self.shallow[source]]
+            return self._deep(self.shallow[source])
         if block in (1, 2):
             raise Irregular("a tensor of an inner block is read outside of it")
         return self.in_block(source, self.stack.true_block(block))
@@ -225,6 +230,8 @@ def expand(trace: Trace, stack: Stack, deep_sources: Sequence[Source]) -> Trace:
         names,
     )
     spec = {_key(s): s.spec for s in trace.sources}
+    if missing := [s.name for s in deep_sources if stack.shallow(_key(s)) not in spec]:
+        raise Irregular(f"{missing[0]} has no counterpart among the captured blocks")
     shallow = {_key(s): i for i, s in enumerate(trace.sources)}
     return replace(
         trace,

@@ -131,7 +131,7 @@ def is_glue(node: fx.Node) -> bool:
     """A `getitem` that picks one output of a node with several; indexing a tensor is an op."""
     if node.target is not _torch.getitem or not isinstance(node.args[0], fx.Node):
         return False
-    return isinstance(node.args[0].meta.get("simpart_value", node.args[0].meta.get("val")), tuple | list)
+    return isinstance(_torch.node_value(node.args[0]), tuple | list)
 
 
 def resolve(node: fx.Node) -> tuple[fx.Node, tuple[int, ...]]:

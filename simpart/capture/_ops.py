@@ -11,7 +11,7 @@ import torch
 from torch import fx, nn
 
 from simpart.capture import _torch
-from simpart.capture._exported import Facts, clean, facts_of, op_nodes
+from simpart.capture._exported import Facts, call_nodes, clean, facts_of, op_nodes, resolve
 from simpart.capture._module import build_module, check_loss, default_dtype, user_errors, valid_precision
 
 __all__ = ["ExportedOps", "export_clean", "export_ops"]
@@ -21,6 +21,7 @@ __all__ = ["ExportedOps", "export_clean", "export_ops"]
 class ExportedOps:
     """A module as a runnable graph of ops. Op i is `nodes[i]`; ids, order and flags equal those of the captured Graph.
 
+    op_of: the op of each node by node name: ops themselves, and each `getitem` with its producer; other nodes are absent.
     graph: runs as `graph(*inputs)` and returns the loss. Its other nodes are placeholders (the flattened inputs in order),
         `get_attr` of parameters, buffers and constants by dotted name, `getitem` that picks one output of an op, and mode
         switches (see `contexts`).
@@ -43,13 +44,7 @@ class ExportedOps:
     contexts: tuple[tuple[bool, tuple[tuple[Any, ...], ...]], ...]
     names: Mapping[str, str]
     constants: Mapping[str, torch.Tensor]
-
-    def op_of(self, node: fx.Node) -> int | None:
-        """Number of the op that a node belongs to; a `getitem` belongs to its producer; None for sources and switches."""
-        from simpart.capture._exported import resolve
-
-        producer = resolve(node)[0]
-        return next((i for i, own in enumerate(self.nodes) if own is producer), None)
+    op_of: Mapping[str, int]
 
 
 def export_clean(module: nn.Module, inputs: tuple[Any, ...], *, dynamo: bool, dtype: torch.dtype) -> fx.GraphModule:
@@ -105,8 +100,15 @@ def export_ops(factory: Any, micro_batch: int, *, real: bool = False, precision:
         mutates_buffer=facts.mutates_buffer,
         contexts=contexts_of(graph.graph, nodes),
         names=names,
+        op_of=_op_of(graph.graph, nodes),
         constants={name: value for name, value in graph.named_buffers() if name not in own},
     )
+
+
+def _op_of(graph: fx.Graph, nodes: tuple[fx.Node, ...]) -> dict[str, int]:
+    number = {node: i for i, node in enumerate(nodes)}
+    producers = ((node.name, resolve(node)[0]) for node in call_nodes(graph))
+    return {name: number[producer] for name, producer in producers if producer in number}
 
 
 def op_ids(facts: Facts) -> tuple[str, ...]:

@@ -100,7 +100,7 @@ class _Names:
         producer, picks = resolve(node)
         if producer not in self.row:
             return None
-        value = value_of(producer)
+        value = _torch.node_value(producer)
         before = 0
         for pick in picks:
             before += len(list(tensors_in(list(value[:pick]))))
@@ -108,16 +108,12 @@ class _Names:
         return [(self.row[producer], before + i) for i in range(len(list(tensors_in(value))))]
 
 
-def value_of(node: fx.Node) -> Any:
-    return node.meta["simpart_value"] if "simpart_value" in node.meta else node.meta.get("val")
-
-
 def trace_of(
     module: nn.Module, graph: fx.GraphModule, facts: Facts, joint: fx.GraphModule, inputs: tuple[Any, ...]
 ) -> Trace:
     """Rows of one capture. Raises UserError when the loss does not depend on a trainable parameter."""
     loss_node = next(n for n in graph.graph.nodes if n.op == "output").all_input_nodes[0]
-    sources = Sources(module, graph, inputs, next(tensors_in(value_of(resolve(loss_node)[0]))))
+    sources = Sources(module, graph, inputs, next(tensors_in(_torch.node_value(resolve(loss_node)[0]))))
     ops, names = _op_rows(graph, facts, sources)
     kernels, loss_gradients = _kernel_rows(joint, names.row, facts, sources)
     loss = names.refs(loss_node)
@@ -156,7 +152,7 @@ def _op_rows(graph: fx.GraphModule, facts: Facts, sources: Sources) -> tuple[tup
                 target=_torch.target_name(node),
                 arguments=arguments,
                 inputs=refs,
-                outputs=specs_of(tensors_in(value_of(node))),
+                outputs=specs_of(tensors_in(_torch.node_value(node))),
                 group=facts.groups[i],
                 carries_gradient=facts.carries_gradient[i],
                 mutates_buffer=facts.mutates_buffer[i],
@@ -193,7 +189,7 @@ def _kernel_rows(
                 target=_torch.target_name(node),
                 arguments=arguments,
                 inputs=refs,
-                outputs=specs_of(tensors_in(value_of(node))),
+                outputs=specs_of(tensors_in(_torch.node_value(node))),
                 view=_torch.is_view(node),
                 accumulates=accumulates,
             )

@@ -153,7 +153,7 @@ def is_regular(shallow: Log, whole: Log, stacks: Sequence[Stack]) -> bool:
     for stack in stacks:
         try:
             shallow = _expanded(shallow, stack, whole)
-        except (Irregular, KeyError):
+        except Irregular:
             return False
     if shallow.keys != whole.keys or shallow.paths != whole.paths:
         return False

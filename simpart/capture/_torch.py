@@ -14,13 +14,15 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import GraphModule, Node
+from torch.fx.graph import CodeGen
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 __all__ = [
     "CONTEXT_TARGETS", "DATA_DEPENDENT", "GradModeUnderAutocast", "backward_owner_path", "dynamo_export",
     "enter_autocast", "exit_autocast", "export", "fake_mode", "gradient_of", "is_backward", "is_dropped", "is_loss",
-    "is_view", "joint", "module_path", "mutated_inputs", "origin", "region", "sequence_number", "source_name", "target_name",
+    "is_view", "joint", "module_path", "node_value", "mutated_inputs", "origin", "region", "sequence_number", "source_name", "target_name",
 ]  # fmt: skip
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -52,7 +54,10 @@ def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> GraphModule:
 
 
 def dynamo_export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> GraphModule:
-    """The forward graph as dynamo sees it: grad-mode switches under autocast survive; targets are torch functions."""
+    """The forward graph as dynamo sees it: grad-mode switches under autocast survive; targets are torch functions.
+
+    Its form is that of `export`: placeholders are the inputs, everything else is an attribute.
+    """
     import torch._dynamo
     from torch._dynamo.functional_export import dynamo_graph_capture_for_export
 
@@ -60,7 +65,51 @@ def dynamo_export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> GraphModu
     with torch._dynamo.config.patch(automatic_dynamic_shapes=False, assume_static_by_default=True):
         graph = dynamo_graph_capture_for_export(module)(*inputs)
     assert isinstance(graph, GraphModule)
+    _normalise(graph, module, inputs)
     return graph
+
+
+def _normalise(graph: GraphModule, module: torch.nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Dynamo passes parameters as inputs, in the order of use, and inputs only if used."""
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+        *graph.named_parameters(remove_duplicate=False),
+        *graph.named_buffers(remove_duplicate=False),
+    )
+    names: dict[int, str] = {}
+    for name, tensor in tensors:
+        if _has_attribute(graph, name):
+            names.setdefault(id(tensor), name)
+    flat = pytree.tree_leaves(inputs)
+    values = graph.graph.process_inputs(*inputs)
+    old = [node for node in graph.graph.nodes if node.op == "placeholder"]
+    with graph.graph.inserting_before(old[0] if old else None):
+        new = [graph.graph.placeholder(f"input_{i}") for i in range(len(flat))]
+    for node, value in zip(old, values, strict=True):
+        position = next((i for i, item in enumerate(flat) if item is value), None)
+        with graph.graph.inserting_before(node):
+            if position is not None:
+                twin = new[position]
+            elif id(value) in names:
+                twin = graph.graph.get_attr(names[id(value)])
+            else:
+                graph.register_buffer(f"constant_{node.name}", value, persistent=False)
+                twin = graph.graph.get_attr(f"constant_{node.name}")
+        node.replace_all_uses_with(twin)
+        graph.graph.erase_node(node)
+    output = next(n for n in graph.graph.nodes if n.op == "output")
+    if isinstance(output.args[0], tuple | list) and len(output.args[0]) == 1:
+        output.args = (output.args[0][0],)
+    graph.graph.set_codegen(CodeGen())
+    graph.recompile()
+
+
+def _has_attribute(graph: GraphModule, name: str) -> bool:
+    value: Any = graph
+    for part in name.split("."):
+        value = getattr(value, part, None)
+    return isinstance(value, torch.Tensor)
 
 
 def joint(graph: GraphModule, inputs: tuple[Any, ...]) -> GraphModule:
@@ -87,6 +136,14 @@ class GradModeUnderAutocast(TorchFunctionMode):
 
 
 # --- nodes of the exported graph -------------------------------------------------------------------------------------
+def node_value(node: Node) -> Any:
+    """The fake value of a node: from our own run if there was one, else from tracing; None where tracing leaves none."""
+    for key in ("simpart_value", "val", "example_value"):
+        if key in node.meta:
+            return node.meta[key]
+    return None
+
+
 def region(node: Node) -> tuple[str, tuple[Any, ...], str, tuple[Any, ...]] | None:
     """(kind, arguments of the context, name of the sub-graph, its inputs) of a node that wraps a region of the model."""
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
