@@ -22,8 +22,9 @@ def bottleneck(program: Program) -> int:
 def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]:
     """Shares of the step on the bottleneck group's row; they sum to 1.
 
-    `compute` is its own work; `communication pp` waiting while a transfer to it is under way, `communication dp`, `tied` and `norm` its
-    gradient collectives (with waiting for other groups to join); `bubble` the rest of its waiting; `overhead` fixed times per step and action.
+    `compute` is its own work; `communication pp` waiting while a transfer to it is under way, `communication dp`,
+    `tied` and `norm` its gradient collectives (with waiting for other groups to join); `bubble` the rest of its
+    waiting; `overhead` fixed times per step and action.
     """
     topology, facts = program.topology, program.facts
     assert facts is not None  # simulate checks

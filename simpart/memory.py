@@ -30,8 +30,8 @@ ALLOCATOR_FACTOR = {"gpu": 1.08, "cpu": 1.05}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageActivations:
-    """Bytes of one replica of a stage at one micro-batch size: `stash` per micro-batch in flight, and what forward and backward hold besides
-    while they run (backward: over the stash of its own micro-batch)."""
+    """Bytes of one replica of a stage at one micro-batch size: `stash` per micro-batch in flight, and what forward and
+    backward hold besides while they run (backward: over the stash of its own micro-batch)."""
 
     stash: int
     forward_transient: int
@@ -40,7 +40,8 @@ class StageActivations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateBytes:
-    """Bytes held all the time for a set of parameters (and buffers); `largest_elements` and `elements` are those that are trained."""
+    """Bytes held all the time for a set of parameters (and buffers); `largest_elements` and `elements` are those that
+    are trained."""
 
     parameters: int
     gradients: int
@@ -49,7 +50,7 @@ class StateBytes:
     elements: int
 
 
-# --- parameters and their state ----------------------------------------------------------------------------------------
+# --- parameters and their state --------------------------------------------------------------------------------------
 def state_of(graph: Graph, training: TrainingSpec, values: Iterable[int]) -> StateBytes:
     """State of the parameters and buffers with these op-level value numbers, each once."""
     parameters = gradients = state = largest = total = 0
@@ -101,16 +102,18 @@ def state_values(graph: Graph, ops: Ints) -> Ints:
 
 
 def update_transient_bytes(training: TrainingSpec, device: Device, state: StateBytes) -> int:
-    """What torch's Adam holds besides while it updates: nothing when fused, the root of every second moment at once on GPUs (foreach),
-    two temporaries of one parameter on CPUs."""
+    """What an update holds besides: with master weights the gradients in float32; in torch's Adam, unless fused, the
+    root of every second moment at once on GPUs (foreach), two temporaries of one parameter on CPUs."""
+    cast = 4 * state.elements if training.master_weights else 0
     if training.fused or not training.optimizer.startswith("adam"):
-        return 0
-    return 4 * (state.elements if device.kind == "gpu" else 2 * state.largest_elements)
+        return cast
+    return cast + 4 * (state.elements if device.kind == "gpu" else 2 * state.largest_elements)
 
 
-# --- activations ----------------------------------------------------------------------------------------------------------
+# --- activations -----------------------------------------------------------------------------------------------------
 def activations_of(graph: Graph, ops: Ints, micro_batch: int, regions: Sequence[Ints] = ()) -> StageActivations:
-    """Of a stage that runs these ops; the inner storages of each region are dropped after forward and made again in backward."""
+    """Of a stage that runs these ops; the inner storages of each region are dropped after forward and made again in
+    backward."""
     storages = storages_of(graph, micro_batch)
     flat = graph.flat
     member = np.zeros(len(flat.op_class), dtype=bool)
@@ -187,7 +190,8 @@ def _highest(steps: int, begin: Ints, end: Ints, size: Ints) -> int:
 
 
 def backward_places(graph: Graph, kernels: Ints, region: Ints) -> tuple[Ints, int]:
-    """Place of each kernel in the sequence that backward runs: last call first, a region's forward before its first backward kernel."""
+    """Place of each kernel in the sequence that backward runs: last call first, a region's forward before its first
+    backward kernel."""
     flat = graph.flat
     backward = kernels[~flat.kernel_forward[kernels]]
     backward = backward[np.lexsort((backward, -flat.op_call[flat.kernel_op[backward]]))]

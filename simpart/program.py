@@ -19,6 +19,8 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 
 class TaskKind(IntEnum):
+    """What a task does."""
+
     FORWARD = 0
     BACKWARD = 1
     BACKWARD_INPUT = 2
@@ -35,12 +37,12 @@ MEMORY_KINDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Topology:
-    """Tasks 0 … n-1 and their order. Task i starts when all `predecessors` have ended (each plus its lag) and the task before it
-    on its `resource` has ended; resource -1 is no resource (a pure delay).
+    """Tasks 0 … n-1 and their order. Task i starts when all `predecessors` have ended (each plus its lag) and the task
+    before it on its `resource` has ended; resource -1 is no resource (a pure delay).
 
     `order` is one topological order of both relations; `resource_order[resource_indptr[r]:resource_indptr[r+1]]` is the
-    static order on resource r. `lag` holds, per predecessor edge, a lag class or -1. Resources 0 … groups-1 are the device groups (one
-    row per class of ranks that behave alike); links follow.
+    static order on resource r. `lag` holds, per predecessor edge, a lag class or -1. Resources 0 … groups-1 are the
+    device groups (one row per class of ranks that behave alike); links follow.
     """
 
     resource: Ints
@@ -87,9 +89,10 @@ class MemoryDeltas:
 class Spread:
     """What the durations of task classes consist of, and how sure each part is.
 
-    `by_factor[c, f]` are the seconds of class c that share latent factor f, a (device, family) named in `factors`: their
-    logs err together with spread `shared_log_sd[f]`. Besides, class c errs by `own_log_sd[c]`, together with the classes
-    of equal `own_source`. `by_provenance[c, p]` splits the same seconds by `cost.PROVENANCES`; what is fixed (overheads) is in neither.
+    `by_factor[c, f]` are the seconds of class c that share latent factor f, a (device, family) named in `factors`:
+    their logs err together with spread `shared_log_sd[f]`. Besides, class c errs by `own_log_sd[c]`, together with the
+    classes of equal `own_source`. `by_provenance[c, p]` splits the same seconds by `cost.PROVENANCES`; what is fixed
+    (overheads) is in neither.
     """
 
     factors: tuple[str, ...]
@@ -102,8 +105,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What a step achieves and what it may use. `stages_of_group` are stage numbers; the three rows of bytes and factors are per group:
-    of the device with the least room. Device bytes are allocated × `allocator_factor` + `reserved_bytes`."""
+    """What a step achieves and what it may use. `stages_of_group` are stage numbers; the three rows of bytes and
+    factors are per group: of the device with the least room. Device bytes are allocated × `allocator_factor` +
+    `reserved_bytes`."""
 
     samples: int
     tokens: int

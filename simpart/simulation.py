@@ -9,7 +9,8 @@ from typing import Any, Literal
 import numpy as np
 
 from simpart.cost import PROVENANCES
-from simpart.engines import Peaks, Times, compiled, replay
+from simpart.describe import human_bytes
+from simpart.engines import Peaks, Times, compiled, replay, task_name
 from simpart.errors import UserError
 from simpart.limits import bottleneck, limits_of
 from simpart.lowering import lower
@@ -20,7 +21,8 @@ from simpart.schedule import Rows, Schedule, check_rows
 from simpart.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
 
 __all__ = [
-    "Evaluation", "MemoryRow", "SimResult", "evaluate", "makespan", "peak_in_flight", "sample_steps", "simulate", "simulate_plan",
+    "Evaluation", "MemoryRow", "SimResult", "evaluate", "makespan", "peak_in_flight", "sample_steps", "simulate",
+    "simulate_plan",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -30,7 +32,8 @@ DRAWS, SEED = 256, 0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryRow:
-    """The most that one device of a group holds, when its room is least. `stage` is the group's first stage, `at` the task that runs then."""
+    """The most that one device of a group holds, when its room is least. `stage` is the group's first stage, `at` the
+    task that runs then."""
 
     stage: int
     group: int
@@ -45,8 +48,9 @@ class MemoryRow:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "stage": self.stage, "group": self.group, "stages": list(self.stages), "allocated_bytes": self.allocated_bytes,
-            "reserved_bytes": self.reserved_bytes, "device_bytes": self.device_bytes,
+            "stage": self.stage, "group": self.group, "stages": list(self.stages),
+            "allocated_bytes": self.allocated_bytes, "reserved_bytes": self.reserved_bytes,
+            "device_bytes": self.device_bytes,
             "capacity_bytes": self.capacity_bytes, "by_kind": self.by_kind, "at": self.at, "at_s": self.at_s,
         }  # fmt: skip
 
@@ -63,8 +67,8 @@ class Evaluation:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimResult:
-    """A predicted training step. `interval_s` holds 90 % of the steps that the estimates' spreads allow; `limits` and `provenance` are shares
-    that sum to 1. `program` and `times` are what was replayed."""
+    """A predicted training step. `interval_s` holds 90 % of the steps that the estimates' spreads allow; `limits` and
+    `provenance` are shares that sum to 1. `program` and `times` are what was replayed."""
 
     step_s: float
     interval_s: tuple[float, float]
@@ -158,8 +162,6 @@ def _rate(amount: float, seconds: float) -> float:
 
 
 def _memory_row(program: Program, facts: StepFacts, times: Times | None, held: Peaks, g: int) -> MemoryRow:
-    from simpart.engines import task_name
-
     allocated, task = round(float(held.bytes[g])), int(held.task[g])
     reserved = round(allocated * facts.allocator_factor[g])
     kinds = {kind: round(float(size)) for kind, size in zip(MEMORY_KINDS, held.by_kind[g], strict=True)}
@@ -179,20 +181,18 @@ def _memory_row(program: Program, facts: StepFacts, times: Times | None, held: P
 
 def _why_infeasible(facts: StepFacts, rows: Sequence[MemoryRow]) -> str:
     """Empty where all fits; else the stage that is furthest over its device's memory and what fills it."""
-    from simpart.describe import human_bytes
-
     worst = max(rows, key=lambda row: row.device_bytes - row.capacity_bytes)
     over = worst.device_bytes - worst.capacity_bytes
     if over <= 0:
         return ""
     largest = max(worst.by_kind, key=lambda kind: worst.by_kind[kind])
-    name = f"stage {worst.stage}" if len(worst.stages) == 1 else f"stages {', '.join(map(str, worst.stages))}"
-    verb = "needs" if len(worst.stages) == 1 else "need"
+    names = ", ".join(map(str, worst.stages))
+    subject = f"stage {names} needs" if len(worst.stages) == 1 else f"stages {names} need"
     others = sum(row.device_bytes > row.capacity_bytes for row in rows) - 1
-    more = f"; {others} more group{'s' if others > 1 else ''} do{'es' if others == 1 else ''} not fit" if others else ""
+    more = f"; nor do {others} other groups fit" if others > 1 else "; nor does another group fit" if others else ""
     return (
-        f"{name} {verb} {human_bytes(worst.device_bytes)}, {human_bytes(over)} more than {facts.device_names[worst.group]} has; "
-        f"most of it {largest} ({human_bytes(worst.by_kind[largest])}){more}"
+        f"{subject} {human_bytes(worst.device_bytes)}, {human_bytes(over)} more than {facts.device_names[worst.group]} "
+        f"has; most of it {largest} ({human_bytes(worst.by_kind[largest])}){more}"
     )
 
 
@@ -220,7 +220,7 @@ def _provenance(program: Program, spread: Spread) -> dict[str, float]:
     return {name: float(s) / total if total else 0.0 for name, s in zip(PROVENANCES, seconds, strict=True)}
 
 
-# --- a chain of stages by hand ------------------------------------------------------------------------------------------
+# --- a chain of stages by hand ---------------------------------------------------------------------------------------
 def makespan(
     rows: Rows, forward_s: Sequence[float], backward_s: Sequence[float], latency_s: float = 0.0
 ) -> tuple[float, tuple[int, ...]]:

@@ -13,7 +13,10 @@ from simpart.errors import UserError
 from simpart.program import TaskKind, Topology
 from simpart.schedule import Action, Rows, Schedule
 
-__all__ = ["Reduction", "Shape", "StageEdge", "build_topology", "class_of_action", "class_of_send", "topology_of"]
+__all__ = [
+    "Reduction", "Shape", "StageEdge", "build_topology", "class_of_action", "class_of_reduction", "class_of_send",
+    "class_of_update", "topology_of",
+]  # fmt: skip
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 KINDS = "FBIW"
@@ -59,6 +62,15 @@ def class_of_action(stage: int, kind: str) -> int:
 def class_of_send(shape: Shape, edge: int, backward: bool) -> int:
     """Task class of an edge's transfers; its lag class is `2 * edge + backward`."""
     return 4 * len(shape.group_of_stage) + 2 * edge + backward
+
+
+def class_of_reduction(shape: Shape, reduction: int) -> int:
+    return 4 * len(shape.group_of_stage) + 2 * len(shape.edges) + reduction
+
+
+def class_of_update(shape: Shape, group: int) -> int:
+    """Task class of a group's optimizer update."""
+    return class_of_reduction(shape, len(shape.reductions)) + group
 
 
 @lru_cache(maxsize=256)
@@ -139,16 +151,12 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
     degree[task_of] = degrees[actions.stage, actions.kind]
     degree[group_indptr[-1] :] = 1
 
-    collective_class = 4 * stages + 2 * len(shape.edges)
     joins: list[tuple[int, list[int]]] = []  # tasks of collectives that groups enter together, with what they wait for
     for g, tail in enumerate(tails):
         for k, reduction in enumerate(tail):
             i = int(group_indptr[g + 1]) - int(extra[g]) + k
-            kind[i], stage[i], task_class[i] = (
-                TaskKind.REDUCE,
-                reduction.stage,
-                collective_class + shape.reductions.index(reduction),
-            )
+            kind[i], stage[i] = TaskKind.REDUCE, reduction.stage
+            task_class[i] = class_of_reduction(shape, shape.reductions.index(reduction))
             others = [
                 int(group_indptr[o + 1] - extra[o]) + tails[o].index(reduction) - 1 for o in reduction.groups if o != g
             ]
@@ -156,7 +164,7 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
             degree[i] = len(others)
         if shape.optimizer:
             i = int(group_indptr[g + 1]) - 1
-            kind[i], task_class[i], degree[i] = TaskKind.OPTIMIZER, collective_class + len(shape.reductions) + g, 0
+            kind[i], task_class[i], degree[i] = TaskKind.OPTIMIZER, class_of_update(shape, g), 0
 
     indptr = np.concatenate([[0], np.cumsum(degree)]).astype(np.int64)
     predecessors, lag = np.full((2, int(indptr[-1])), -1, dtype=np.int64)

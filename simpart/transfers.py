@@ -69,7 +69,8 @@ def slowest_device(
 ) -> list[Priced]:
     """What the busiest device sends or receives for one micro-batch, one message after the other.
 
-    `sizes(samples)` are bytes, whether they scale with samples, and dtype of each value on a replica with so many samples.
+    `sizes(samples)` are bytes, whether they scale with samples, and dtype of each value on a replica with so many
+    samples.
     """
     pairs, collectives = [], []
     shared = _sharing(prices.cluster, [(m.source, m.target) for m in found])
@@ -96,7 +97,8 @@ def slowest_device(
 def all_reduces(
     cluster: Cluster, groups: Sequence[tuple[int, ...]], bytes_of_group: Sequence[int], bucket_bytes: int, dtype: str
 ) -> list[list[tuple[Collective, int]]]:
-    """For each group of devices the all-reduces (with how often) of so many bytes in buckets, all groups at the same time."""
+    """For each group of devices the all-reduces (with how often) of so many bytes in buckets, all groups at the same
+    time."""
     shared = _sharing(cluster, groups)
     result = []
     for ranks, size, concurrent in zip(groups, bytes_of_group, shared, strict=True):

@@ -44,8 +44,8 @@ def times(topology: Topology, durations: Durations) -> Times:
         jitted(*arrays, task_s, lag_s, np.zeros(resources), start, end)
         return Times(start_s=start, end_s=end)
     starts, ends = [0.0] * size, [0.0] * size
-    lists: list[Any] = [a.tolist() for a in (*arrays, task_s, lag_s)]
-    longest_path(*lists, [0.0] * resources, starts, ends)
+    lists: list[Any] = [*(a.tolist() for a in (*arrays, task_s, lag_s)), [0.0] * resources, starts, ends]
+    longest_path(*lists)
     return Times(start_s=np.array(starts), end_s=np.array(ends))
 
 
@@ -112,7 +112,7 @@ def peaks(topology: Topology, memory: MemoryDeltas) -> Peaks:
         jitted(*arrays, peak, where)
     else:
         lists: list[Any] = [a if isinstance(a, int) else a.tolist() for a in arrays]
-        highest_levels(*lists, peak, where)
+        highest_levels(*(lists + [peak, where]))
     by_kind = memory.static.copy()
     for g in range(groups):
         if where[g] < 0:
