@@ -23,6 +23,9 @@ SOLVERS: dict[str, str] = {
     "rannc-stage": "simpart.searchers.rannc:solve_stages",
     "rannc-outer": "simpart.searchers.rannc:solve_outer",
     "rannc-lockstep": "simpart.searchers.rannc:solve_lockstep",
+    "pipedream": "simpart.searchers.pipedream:solve_golden",
+    "alpa-inter-op": "simpart.searchers.alpa:solve_golden",
+    "piper": "simpart.searchers.piper:solve_golden",
     "schedule": "simpart.testing.schedules:solve_schedule",
 }
 
@@ -34,7 +37,10 @@ _DESCRIPTIONS = {"plan_unique", "equally_good"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GoldenCase:
-    """One case of a file: `solver` is its planner or kind."""
+    """One case of a file: `solver` is its planner or kind.
+
+    Solvers find `data_folders`, where published profiles may lie, among the inputs.
+    """
 
     id: str
     solver: str
@@ -97,13 +103,21 @@ def _read_case(path: Path, number: int, case: Any, key: str) -> GoldenCase:
         tolerance = RELATIVE_TOLERANCE
     if not isinstance(tolerance, int | float) or isinstance(tolerance, bool) or not 0 <= tolerance < math.inf:
         raise FormatError(f"{path}: case {number} has tolerance {tolerance!r}; it must be a number >= 0")
+    inputs = {"data_folders": _data_folders(path), **case["inputs"]}
     return GoldenCase(
-        id=case["id"], solver=case[key], inputs=case["inputs"], expected=case["expected"], tolerance=float(tolerance)
+        id=case["id"], solver=case[key], inputs=inputs, expected=case["expected"], tolerance=float(tolerance)
     )
 
 
+def _data_folders(path: Path) -> list[str]:
+    """Where published profiles are looked for: beside the folder of golden cases, then beside the repository."""
+    repository = Path(__file__).resolve().parents[2]
+    places = path.resolve().parent / "../../data", repository / "../shared/data"
+    return [str(place / "planner_profiles") for place in places]
+
+
 def run_case(case: GoldenCase) -> Outcome:
-    """Solve one case and compare; an exception inside a solver fails the case, not the run."""
+    """Solve one case and compare; an exception inside a solver fails the case, not the run, and absent data skips it."""
     target = SOLVERS.get(case.solver)
     if target is None:
         return Outcome(id=case.id, status="skipped", detail=f"no solver for {case.solver!r} yet")
@@ -111,6 +125,8 @@ def run_case(case: GoldenCase) -> Outcome:
     try:
         solve: Callable[[dict[str, Any]], dict[str, Any]] = getattr(importlib.import_module(module), function)
         answer = solve(case.inputs)
+    except FileNotFoundError as error:
+        return Outcome(id=case.id, status="skipped", detail=" ".join(str(error).split()))
     except KeyError as error:
         return Outcome(id=case.id, status="FAILED", detail=f"the inputs have no {error}")
     except Exception as error:
