@@ -23,7 +23,7 @@ MAX_ROWS = 40
 
 
 def timeline(result: SimResult, width: int = 100) -> str:
-    """At most `width` columns. A cell shows what its row does for most of its slice of time; `.` is idle.
+    """At most `width` columns. A cell shows what a group does for most of that time, a link at all; `.` is idle.
 
     Where a task is wide enough, its micro-batch follows its letter.
     """
@@ -35,7 +35,7 @@ def timeline(result: SimResult, width: int = 100) -> str:
     lines = []
     for r, name in enumerate(names[:MAX_ROWS]):
         row = topology.resource_order[topology.resource_indptr[r] : topology.resource_indptr[r + 1]]
-        cells = _cells(result, row.tolist(), columns, total)
+        cells = _cells(result, row.tolist(), columns, total, least=0.5 if r < topology.groups else 1e-9)
         lines.append(f"{name.ljust(label)} |{cells}|")
     if len(names) > MAX_ROWS:
         lines.append(f"… and {len(names) - MAX_ROWS} more rows")
@@ -45,7 +45,7 @@ def timeline(result: SimResult, width: int = 100) -> str:
     return "\n".join([*lines, scale, legend, f"peak memory: {used}{' …' if len(result.memory) > 8 else ''}"])
 
 
-def _cells(result: SimResult, tasks: list[int], columns: int, total: float) -> str:
+def _cells(result: SimResult, tasks: list[int], columns: int, total: float, least: float) -> str:
     topology, times = result.program.topology, result.times
     if total <= 0:
         return "." * columns
@@ -65,7 +65,7 @@ def _cells(result: SimResult, tasks: list[int], columns: int, total: float) -> s
     marks = list(share)
     best = table.argmax(axis=0)
     busy = table.sum(axis=0)
-    cells = [marks[b] if busy[c] >= 0.5 else "." for c, b in enumerate(best.tolist())]
+    cells = [marks[b] if busy[c] >= least else "." for c, b in enumerate(best.tolist())]
     for low, _, number in spans:
         cells[low : low + len(number)] = number
     return "".join(cells)

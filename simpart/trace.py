@@ -91,8 +91,8 @@ def _tasks(result: SimResult) -> list[dict[str, Any]]:
 
 def _flows(result: SimResult) -> list[dict[str, Any]]:
     """An arrow for each transfer: from the end of what made the value, over the link, to the start of what reads it."""
-    topology, times = result.program.topology, result.times
-    found = []
+    program, times = result.program, result.times
+    topology, found = program.topology, []
     consumer = np.repeat(np.arange(topology.size), np.diff(topology.indptr))
     for edge in np.flatnonzero(topology.kind[topology.predecessors] == TaskKind.SEND).tolist():
         send, reader = int(topology.predecessors[edge]), int(consumer[edge])
@@ -101,8 +101,8 @@ def _flows(result: SimResult) -> list[dict[str, Any]]:
             # A flow binds to the slice around its time: step inside the slice where it has a length.
             length = float(times.end_s[task] - times.start_s[task])
             shift = -length * 1e-3 if phase == "s" else length * 1e-3
-            event = {"ph": phase, "name": "transfer", "cat": "transfer", "id": edge, "ts": (float(at[task]) + shift) * 1e6,
-                     **_row(result.program, task)}  # fmt: skip
+            at_us = (float(at[task]) + shift) * 1e6
+            event = {"ph": phase, "name": "transfer", "cat": "transfer", "id": edge, "ts": at_us, **_row(program, task)}
             found.append(event if phase != "f" else {**event, "bp": "e"})
     return found
 

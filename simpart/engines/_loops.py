@@ -113,22 +113,42 @@ def longest_paths(
 
 
 def highest_levels(
-    queue_indptr: Array, queue: Array, groups: int, task_class: Array,
-    static: Array, start: Array, end: Array, within: Array, peak: Array, where: Array,
+    queue_indptr: Array, queue: Array, groups: int, task_class: Array, static: Array, start: Array, end: Array,
+    within: Array, by_kind: Array, where: Array,
 ) -> None:  # fmt: skip
-    """Largest total bytes of each group and the task during which they are held (-1: the static part alone).
+    """What each group holds when it holds most, by kind, and the task that runs then (-1: the static part alone).
 
-    A group runs one task at a time, so its level is a sum along its row, whatever the durations.
+    A group runs one task at a time, so its level is a sum along its row, whatever the durations. `by_kind` comes in
+    as a copy of `static`.
     """
+    kinds = len(static[0])
+    classes = len(start)
+    taken, given, besides = np.zeros(classes), np.zeros(classes), np.zeros(classes)
+    for c in range(classes):
+        for k in range(kinds):
+            taken[c] += start[c][k]
+            given[c] += end[c][k]
+            besides[c] += within[c][k]
     for g in range(groups):
-        level = static[g]
+        level = 0.0
+        for k in range(kinds):
+            level += static[g][k]
         best, at = level, -1
-        for k in range(queue_indptr[g], queue_indptr[g + 1]):
-            c = task_class[queue[k]]
-            level += start[c]
-            if level + within[c] > best:
-                best = level + within[c]
-                at = queue[k]
-            level += end[c]
-        peak[g] = best
-        where[g] = at
+        for i in range(queue_indptr[g], queue_indptr[g + 1]):
+            c = task_class[queue[i]]
+            level += taken[c]
+            if level + besides[c] > best:
+                best = level + besides[c]
+                at = i
+            level += given[c]
+        where[g] = -1
+        if at < 0:
+            continue
+        where[g] = queue[at]
+        for i in range(queue_indptr[g], at):
+            c = task_class[queue[i]]
+            for k in range(kinds):
+                by_kind[g][k] += start[c][k] + end[c][k]
+        c = task_class[queue[at]]
+        for k in range(kinds):
+            by_kind[g][k] += start[c][k] + within[c][k]

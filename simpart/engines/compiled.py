@@ -103,23 +103,13 @@ def _longest_paths_numpy(
 
 def peaks(topology: Topology, memory: MemoryDeltas) -> Peaks:
     """The most bytes each group holds at once, when, and of what."""
-    groups = topology.groups
-    totals = [table.sum(axis=1) for table in (memory.static, memory.start, memory.end, memory.within)]
-    peak, where = np.zeros(groups), np.zeros(groups, dtype=np.int64)
+    by_kind, where = memory.static.copy(), np.full(topology.groups, -1, dtype=np.int64)
+    queues = (topology.resource_indptr, topology.resource_order, topology.groups, topology.task_class)
+    tables = (memory.static, memory.start, memory.end, memory.within)
     jitted = compiled(highest_levels, topology.size)
-    arrays = (topology.resource_indptr, topology.resource_order, groups, topology.task_class, *totals)
     if jitted is not None:
-        jitted(*arrays, peak, where)
+        jitted(*queues, *tables, by_kind, where)
     else:
-        lists: list[Any] = [a if isinstance(a, int) else a.tolist() for a in arrays]
-        highest_levels(*(lists + [peak, where]))
-    by_kind = memory.static.copy()
-    for g in range(groups):
-        if where[g] < 0:
-            continue
-        row = topology.resource_order[topology.resource_indptr[g] : topology.resource_indptr[g + 1]]
-        before = row[: int(np.flatnonzero(row == where[g])[0])]
-        started = np.bincount(topology.task_class[before], minlength=len(memory.start))
-        running = topology.task_class[where[g]]
-        by_kind[g] += started @ (memory.start + memory.end) + memory.start[running] + memory.within[running]
+        lists: list[Any] = [a if isinstance(a, int) else a.tolist() for a in (*queues, *tables)]
+        highest_levels(*[*lists, by_kind, where])
     return Peaks(bytes=by_kind.sum(axis=1), by_kind=by_kind, task=where)
