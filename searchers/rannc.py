@@ -5,14 +5,132 @@ Reference: Tanaka et al., IPDPS 2021, arXiv 2103.16063.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from simpart.searchers._bounds import lockstep_s
-from simpart.searchers._chain import ChainPlan, StageCosts, solve_chain
-from simpart.searchers._linear import linear_costs
-from simpart.searchers._pipelines import PipelineChoice, PipelineShape, released_search
+import numpy as np
 
-__all__ = ["solve_lockstep", "solve_outer", "solve_stages"]
+from simpart.configure import recompute_regions
+from simpart.graph import Graph
+from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
+from simpart.problem import Problem
+from simpart.schedule import Schedule
+from simpart.searchers._bounds import lockstep_s
+from simpart.searchers._chain import ChainPlan, StageCosts, Unplannable, solve_chain
+from simpart.searchers._linear import linear_costs
+from simpart.searchers._pipelines import PipelineChoice, PipelineShape, all_shapes, released_search, search_pipelines
+from simpart.searchers._stage_costs import ChainProblem
+from simpart.searching import Candidate, Control
+
+__all__ = ["Rannc", "solve_lockstep", "solve_outer", "solve_stages"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rannc:
+    """Blocks, then the exact stage problem, for every number of stages, pipelines, micro-batches, with and without
+    recomputation.
+
+    Differs from the release: all numbers of stages are searched, micro-batches need not be a power of two,
+    recomputation is a free choice, prices and memory are simpart's, and every plan solved for is proposed, so that
+    the simulation ranks them.
+    """
+
+    name: str = "rannc"
+    most_blocks: int = 32
+    power_of_two: bool = False
+    most_micro_batches: int = 128
+
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+        """Plans of every number of stages that fits, best estimate first within a shape; a reason where none fits."""
+        nodes, per_node = _nodes(problem)
+        size = problem.cluster.size
+        found: dict[int, str] = {}
+        planned: set[int] = set()
+        least = float("inf")
+        for schedule in problem.space.schedules:
+            for graph, micro_batches in self._graphs(problem, size):
+                chain = ChainProblem(problem, graph, min(micro_batches), self.most_blocks)
+                most = min(problem.space.max_stages or size, size, chain.size)
+                counts = self._counts(problem)
+                if schedule == "gpipe" and "1f1b" in problem.space.schedules:
+                    counts = [m for m in counts if m > 1]  # with one micro-batch both are the same
+                shapes = all_shapes(nodes, per_node, counts, [r == "full" for r in problem.space.recompute])
+                seen = 0
+                results = search_pipelines(
+                    shapes,
+                    lambda shape, chain=chain, schedule=schedule: chain.costs(shape, schedule, self.power_of_two),  # type: ignore[misc]
+                    max_stages=most,
+                )
+                for done, result in enumerate(results, 1):
+                    control.check()
+                    for choice in sorted(result.choices[seen:], key=lambda c: c.lockstep_s):
+                        count = len(choice.plan.stages)
+                        if count < problem.space.min_stages:
+                            continue
+                        planned.add(count)
+                        least = min(least, choice.lockstep_s)
+                        plan = _plan(problem, chain, choice, schedule)
+                        yield Candidate(plan=plan, family=_stages(count), objective_s=choice.lockstep_s)
+                    seen = len(result.choices)
+                    control.report(done=done, total=len(shapes))
+                for count, answer in result.by_stage_count.items():
+                    if isinstance(answer, Unplannable):
+                        found.setdefault(count, answer.reason())
+        for count, why in sorted(found.items()):
+            if count not in planned and count >= problem.space.min_stages:
+                yield Candidate(plan=None, family=_stages(count), why=why)
+        if not planned and not found:
+            why = f"no split of the global batch {problem.global_batch} over {size} devices; try a multiple of {size}"
+            yield Candidate(plan=None, family="any stages", why=why)
+
+    def _counts(self, problem: Problem) -> list[int]:
+        most = min(problem.space.max_micro_batches or self.most_micro_batches, problem.global_batch)
+        return [m for m in range(1, most + 1) if problem.global_batch % m == 0]
+
+    def _graphs(self, problem: Problem, size: int) -> list[tuple[Graph, list[int]]]:
+        """The graph of each structure with the replica micro-batches it serves: micro-batch 1 may be a graph of its
+        own."""
+        sizes = [b for b in range(1, problem.global_batch + 1) if problem.global_batch % b == 0]
+        served: dict[Graph, list[int]] = {}
+        for b in sizes:
+            served.setdefault(problem.graph.at(b), []).append(b)
+        return list(served.items())
+
+
+def _stages(count: int) -> str:
+    return f"{count} stage{'s' if count > 1 else ''}"
+
+
+def _nodes(problem: Problem) -> tuple[int, int]:
+    """(nodes, devices of each); a cluster of unequal nodes counts as one."""
+    hosts = [len(host) for host in problem.cluster.hosts()]
+    return (len(hosts), hosts[0]) if len(set(hosts)) == 1 else (1, problem.cluster.size)
+
+
+def _plan(problem: Problem, chain: ChainProblem, choice: PipelineChoice, schedule: str) -> Plan:
+    """Stage x of pipeline p takes the next `replicas` devices of that pipeline's share; equal stages of all pipelines
+    form one group."""
+    shape = choice.shape
+    samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
+    groups, stages, sizes, first = [], [], [], 0
+    for x, stage in enumerate(choice.plan.stages):
+        r = stage.replicas
+        devices = [p * shape.devices + first + k for p in range(shape.pipelines) for k in range(r)]
+        groups.append(DeviceGroup(devices=Devices.of(devices), axes=(("dp", len(devices)),)))
+        sizes.append((samples // r,) * len(devices))
+        ops = np.concatenate([chain.chain[b] for b in range(stage.start, stage.end)])
+        regions = recompute_regions(chain.graph, np.sort(ops)) if shape.recompute else ()
+        stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions))
+        first += r
+    return Plan(
+        graph=chain.graph.fingerprint,
+        groups=tuple(groups),
+        stages=tuple(stages),
+        batch=Batch(micro_batches=shape.micro_batches, sizes=tuple(sizes)),
+        schedule=Schedule(kind=schedule),
+        mode=problem.mode,
+    )
 
 
 def _linear(inputs: dict[str, Any], devices: int, pipelines: int, micro_batches: int) -> StageCosts:

@@ -1,4 +1,5 @@
-"""The command line: finds a command's module when it is used, and turns a user's mistake into one line and exit status 2."""
+"""The command line: finds a command's module when it is used, and turns a user's mistake into one line and exit
+status 2."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ class LazyGroup(click.Group):
         command: click.Command = getattr(importlib.import_module(module), attribute)
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""

@@ -21,7 +21,8 @@ RECOMPUTE = ("none", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """Parallel degrees as launch scripts state them. `dp` None takes the devices that pp leaves; `micro_batch` is per replica."""
+    """Parallel degrees as launch scripts state them. `dp` None takes the devices that pp leaves; `micro_batch` is per
+    replica."""
 
     pp: int = 1
     dp: int | None = None
@@ -41,7 +42,9 @@ class Configuration:
         if self.recompute not in RECOMPUTE:
             raise UnknownNameError("recomputation", self.recompute, RECOMPUTE)
         if self.tp > 1:
-            raise UnsupportedError(f"tp={self.tp}: tensor parallelism is not lowered in this version; use tp=1 with pp and dp")
+            raise UnsupportedError(
+                f"tp={self.tp}: tensor parallelism is not lowered in this version; use tp=1 with pp and dp"
+            )
         if self.zero > 0:
             raise UnsupportedError(f"zero={self.zero}: sharded state is not lowered in this version; use zero=0")
 
@@ -56,7 +59,9 @@ def configure(problem: Problem, configuration: Configuration) -> Plan:
         raise UserError(f"pp must divide the {size} devices when dp is not given, got pp={pp}; try {_divisors(size)}")
     dp = configuration.dp or size // pp
     if pp * dp > size:
-        raise UserError(f"pp={pp} and dp={dp} need {pp * dp} devices, {problem.cluster.name} has {size}; lower one of them")
+        raise UserError(
+            f"pp={pp} and dp={dp} need {pp * dp} devices, {problem.cluster.name} has {size}; lower one of them"
+        )
     micro_batch, count = split_batch(problem.global_batch, dp, configuration.micro_batch)
     graph = problem.graph.at(micro_batch)
     stage_of = equal_layers(graph, pp)
@@ -82,7 +87,9 @@ def configure(problem: Problem, configuration: Configuration) -> Plan:
 def split_batch(global_batch: int, dp: int, micro_batch: int | None) -> tuple[int, int]:
     """(samples per replica and micro-batch, number of micro-batches). Default: the smallest, one sample."""
     if global_batch % dp:
-        raise UserError(f"dp must divide the global batch, got dp={dp}, global batch {global_batch}; try {_divisors(global_batch)}")
+        raise UserError(
+            f"dp must divide the global batch, got dp={dp}, global batch {global_batch}; try {_divisors(global_batch)}"
+        )
     share = global_batch // dp
     chosen = micro_batch or 1
     if share % chosen:
@@ -107,8 +114,9 @@ def layer_calls(graph: Graph) -> list[int]:
 
 
 def equal_layers(graph: Graph, stages: int) -> Ints:
-    """Stage of each op when every stage gets the same number of layers (the first stages one more where it does not divide), what stands before the
-    first layer goes to the first stage, behind the last to the last. Where fewer layers than stages repeat, runs of ops with equal FLOPs.
+    """Stage of each op when every stage gets the same number of layers (the first stages one more where it does not
+    divide), what stands before the first layer goes to the first stage, behind the last to the last. Where fewer
+    layers than stages repeat, runs of ops with equal FLOPs.
     """
     flat = graph.flat
     layers = layer_calls(graph)
@@ -145,7 +153,8 @@ def _equal_work(graph: Graph, stages: int) -> Ints:
 
 
 def _keep_groups_whole(graph: Graph, stage_of: Ints) -> Ints:
-    """Ops of an indivisible group go where its last op is, and ops in between with them if values would otherwise flow back."""
+    """Ops of an indivisible group go where its last op is, and ops in between with them if values would otherwise
+    flow back."""
     flat = graph.flat
     last = np.zeros(len(stage_of), dtype=np.int64)
     np.maximum.at(last, flat.op_group, stage_of)
@@ -166,7 +175,8 @@ def _keep_groups_whole(graph: Graph, stage_of: Ints) -> Ints:
 
 
 def recompute_regions(graph: Graph, ops: Ints) -> tuple[OpSet, ...]:
-    """One region per layer that lies in `ops` whole; where nothing repeats, one region of all ops that can be run twice."""
+    """One region per layer that lies in `ops` whole; where nothing repeats, one region of all ops that can be run
+    twice."""
     flat = graph.flat
     mutates = np.array([graph.op_classes[c].mutates_buffer for c in flat.op_class[ops]], dtype=bool)
     layers = set(layer_calls(graph))

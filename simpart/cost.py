@@ -11,8 +11,8 @@ import numpy as np
 from simpart.hardware import Cluster, Device
 
 __all__ = [
-    "PROVENANCES", "Collective", "CollectiveKind", "CollectiveTable", "CommModel", "ComputeModel", "Costs", "Estimate", "Signature",
-    "SignatureTable", "TensorForm",
+    "PROVENANCES", "Collective", "CollectiveKind", "CollectiveTable", "CommModel", "ComputeModel", "Costs", "Estimate",
+    "Signature", "SignatureTable", "TensorForm", "unique",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -35,7 +35,8 @@ class TensorForm:
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """All that the cost of one kernel depends on, on one device. `arguments` is the call as in `graph.Kernel`, sizes filled in.
+    """All that the cost of one kernel depends on, on one device. `arguments` is the call as in `graph.Kernel`, sizes
+    filled in.
 
     A fused kernel lists its `members`; its target is "fused" and its tensors are those read and written outside.
     """
@@ -58,8 +59,9 @@ class SignatureTable:
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """One collective or transfer. `bytes` as nccl-tests count them: all_reduce the buffer, all_gather the gathered output, reduce_scatter
-    the full input, p2p the message. `ranks` are device indices of one group of it; `concurrent` groups share the level at once.
+    """One collective or transfer. `bytes` as nccl-tests count them: all_reduce the buffer, all_gather the gathered
+    output, reduce_scatter the full input, p2p the message. `ranks` are device indices of one group of it;
+    `concurrent` groups share the level at once.
     """
 
     kind: CollectiveKind
@@ -71,6 +73,8 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class CollectiveTable:
+    """Row i of an Estimate is collective i."""
+
     collectives: tuple[Collective, ...]
 
 
@@ -106,7 +110,8 @@ class CommModel(Protocol):
 class Costs:
     """The two models a Problem prices with, and overheads per device name that profiles of it have shown.
 
-    `step_overhead_s` is fixed time per training step; `action_overhead_s` per pipeline action (launching a stage's forward or backward).
+    `step_overhead_s` is fixed time per training step; `action_overhead_s` per pipeline action (launching a stage's
+    forward or backward).
     """
 
     compute: ComputeModel

@@ -70,16 +70,26 @@ def describe(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> str:
                 lines.append(f"    {name}: {strategy_words(strategy)}")
     for crossing in found.crossings:
         op = graph.op_ids[int(graph.flat.value_op[crossing.value])]
-        way = "" if len(crossing.destinations) == 1 and crossing.destinations[0] == crossing.source + 1 else f" ({plan.skips})"
+        way = (
+            ""
+            if len(crossing.destinations) == 1 and crossing.destinations[0] == crossing.source + 1
+            else f" ({plan.skips})"
+        )
         to = ", ".join(map(str, crossing.destinations))
         back = "" if crossing.carries_gradient else ", no gradient"
         lines.append(f"  stage {crossing.source} → {to}{way}: {op}{back}")
     for value, stages in sorted(found.shared.items()):
-        lines.append(f"  parameter {graph.parameters[value].name} in stages {', '.join(map(str, stages))}: gradients summed")
+        lines.append(
+            f"  parameter {graph.parameters[value].name} in stages {', '.join(map(str, stages))}: gradients summed"
+        )
     for name, rest in plan.state:
         words = [
             f"{what} {on_axes(places)}"
-            for what, places in (("parameter", rest.parameter), ("gradient", rest.gradient), ("optimizer state", rest.optimizer))
+            for what, places in (
+                ("parameter", rest.parameter),
+                ("gradient", rest.gradient),
+                ("optimizer state", rest.optimizer),
+            )
             if places
         ]
         lines.append(f"  {name} rests as {', '.join(words) or 'replicas'}")

@@ -1,4 +1,5 @@
-"""Plan files: Plan, recipe, Cluster and Graph by value, enough to simulate without torch or cache. No times, paths or dates."""
+"""Plan files: Plan, recipe, Cluster and Graph by value, enough to simulate without torch or cache. No times, paths or
+dates."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.schedule import Schedule, format_rows, parse_rows
 from simpart.training import TrainingSpec
 
-__all__ = ["PlanFile", "load_plan", "plan_from_json", "plan_to_json", "save_plan", "training_from_json", "training_to_json"]
+__all__ = ["PlanFile", "load_plan", "plan_from_json", "plan_to_json", "save_plan", "training_from_json",
+"training_to_json"]
 
 KIND, VERSION = "simpart plan", 1
 T = TypeVar("T")
@@ -61,8 +63,9 @@ def _converter() -> cattrs.Converter:
     converter.register_unstructure_hook(Schedule, _schedule_to_json)
     converter.register_structure_hook(Schedule, _schedule_from_json)
     for kind in (Plan, Stage, DeviceGroup, Batch, TrainingSpec, Sharding, Strategy, AxisStrategy, StatePlacement):
-        converter.register_unstructure_hook(kind, make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True))
-        converter.register_structure_hook(kind, make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True))
+        converter.register_unstructure_hook(kind, make_dict_unstructure_fn(kind, converter,
+        _cattrs_omit_if_default=True)) converter.register_structure_hook(kind, make_dict_structure_fn(kind, converter,
+        _cattrs_forbid_extra_keys=True))
     return converter
 
 

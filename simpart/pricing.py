@@ -17,14 +17,16 @@ __all__ = ["Amount", "OpPrices", "price_ops", "price_update"]
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """Seconds of several things, row by row, told apart: `by_family[i, f]` sums to `seconds[i]`, and so does `by_provenance[i, p]`.
+    """Seconds of several things, row by row, told apart: `by_family[i, f]` sums to `seconds[i]`, and so does
+    `by_provenance[i, p]`.
 
-    `own_variance[i]` is the variance of row i from errors of its own kernels, in s²; errors shared within a family are in
-    `shared_log_sd[f]`.
+    `own_variance[i]` is the variance of row i from errors of its own kernels, in s²; errors shared within a family
+    are in `shared_log_sd[f]`.
     """
 
     seconds: Floats
@@ -71,8 +73,12 @@ def price_ops(
     return prices
 
 
-def _collect(graph: Graph, micro_batch: int, estimate: Estimate, rows: np.ndarray[tuple[int], np.dtype[np.int64]]) -> OpPrices:
-    base = np.repeat(np.cumsum([0] + [len(t.ops) for t in graph.templates])[:-1], [len(t.kernels) for t in graph.templates])
+def _collect(
+    graph: Graph, micro_batch: int, estimate: Estimate, rows: np.ndarray[tuple[int], np.dtype[np.int64]]
+) -> OpPrices:
+    base = np.repeat(
+        np.cumsum([0] + [len(t.ops) for t in graph.templates])[:-1], [len(t.kernels) for t in graph.templates]
+    )
     owner = base + np.array([k.op for k in graph.kernel_classes], dtype=np.int64)
     forward = np.array([k.phase == "F" for k in graph.kernel_classes], dtype=bool)
     n = len(graph.op_classes)
@@ -83,7 +89,7 @@ def _collect(graph: Graph, micro_batch: int, estimate: Estimate, rows: np.ndarra
     )
 
 
-def _sum(estimate: Estimate, rows: np.ndarray, owner: np.ndarray, n: int) -> Amount:  # type: ignore[type-arg]
+def _sum(estimate: Estimate, rows: Ints, owner: Ints, n: int) -> Amount:
     mean = estimate.mean_s[rows]
     by_family = np.zeros((n, len(estimate.families)))
     np.add.at(by_family, (owner, estimate.family[rows]), mean)
@@ -102,7 +108,8 @@ def _sum(estimate: Estimate, rows: np.ndarray, owner: np.ndarray, n: int) -> Amo
 
 
 def update_signature(training: TrainingSpec, shape: tuple[int, ...], dtype: str) -> Signature:
-    """The optimizer's update of one parameter tensor, as cost models see it: parameter, gradient, states in; parameter, states out."""
+    """The optimizer's update of one parameter tensor, as cost models see it: parameter, gradient, states in;
+    parameter, states out."""
     parameter = TensorForm(shape, dtype, tuple(range(len(shape))))
     gradient = TensorForm(shape, training.gradient_dtype or dtype, parameter.order)
     state = TensorForm(shape, training.state_dtype, parameter.order)

@@ -19,6 +19,8 @@ ActionKind = Literal["F", "B", "I", "W"]
 
 
 class Action(NamedTuple):
+    """What a stage does with a micro-batch; written `{stage}{kind}{micro-batch}`."""
+
     stage: int
     kind: ActionKind
     micro_batch: int
@@ -89,7 +91,8 @@ class Schedule:
 
 
 def check_rows(rows: Rows, group_of_stage: Sequence[int], micro_batches: int) -> None:
-    """Every stage runs each micro-batch's forward once, and after it its backward (B, or I then W), in its own group's row."""
+    """Every stage runs each micro-batch's forward once, and after it its backward (B, or I then W), in its own
+    group's row."""
     seen: set[Action] = set()
     groups = max(group_of_stage) + 1
     if len(rows) != groups:

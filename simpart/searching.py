@@ -29,8 +29,9 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """What a searcher proposes. `objective_s` is its own estimate of the step and `bound_s` a lower bound of that objective over
-    all plans of the same `family` (such as "3 stages"). Without a plan, `why` says why the family has none."""
+    """What a searcher proposes. `objective_s` is its own estimate of the step and `bound_s` a lower bound of that
+    objective over all plans of the same `family` (such as "3 stages"). Without a plan, `why` says why the family has
+    none."""
 
     plan: Plan | None
     family: str
@@ -143,10 +144,11 @@ def search(
     progress: Callable[[int | None, int | None, float | None, Evaluated | None], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
-    """Simulate what `searcher` proposes until it ends, a budget is used up, or Ctrl-C; what was found so far is the answer.
+    """Simulate what `searcher` proposes until it ends, a budget is used up, or Ctrl-C; what was found so far is the
+    answer.
 
-    `log` is an append-only file of all candidates, one JSON document per line, and of finished outer work, which a search with the
-    same log finds again.
+    `log` is an append-only file of all candidates, one JSON document per line, and of finished outer work, which a
+    search with the same log finds again.
     """
     start = clock()
     journal = Journal(log) if log is not None else None
@@ -207,7 +209,8 @@ def search(
 
 
 class Journal:
-    """The append-only log of a search: one JSON document per line, synced as it is written. A torn last line is dropped."""
+    """The append-only log of a search: one JSON document per line, synced as it is written. A torn last line is
+    dropped."""
 
     def __init__(self, path: Path) -> None:
         self.finished: dict[str, Any] = {}

@@ -20,9 +20,9 @@ OPTIMIZER_STATES: dict[Optimizer, int] = {"sgd": 0, "momentum": 1, "adam": 2, "a
 class TrainingSpec:
     """How parameters are updated and in which number formats.
 
-    `precision` is that of parameters and activations; `master_weights` keeps a float32 copy of parameters in the optimizer.
-    `gradient_dtype` is that in which gradients of micro-batches are accumulated; None means the parameter's own.
-    `frozen` holds parameter name patterns (`*` matches any run) that are not trained.
+    `precision` is that of parameters and activations; `master_weights` keeps a float32 copy of parameters in the
+    optimizer. `gradient_dtype` is that in which gradients of micro-batches are accumulated; None means the
+    parameter's own. `frozen` holds parameter name patterns (`*` matches any run) that are not trained.
     """
 
     optimizer: Optimizer = "adamw"

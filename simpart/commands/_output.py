@@ -42,14 +42,20 @@ def print_prediction(problem: Problem, plan: Plan, result: SimResult, title: str
     table = Table(box=None, show_header=False, pad_edge=False)
     low, high = result.interval_s
     table.add_row("step time", f"{human_seconds(result.step_s)}   (90 %: {human_seconds(low)} … {human_seconds(high)})")
-    table.add_row("throughput", f"{result.samples_per_s:.4g} samples/s, {result.tokens_per_s:.4g} tokens/s, MFU {result.mfu:.1%}")
+    table.add_row(
+        "throughput", f"{result.samples_per_s:.4g} samples/s, {result.tokens_per_s:.4g} tokens/s, MFU {result.mfu:.1%}"
+    )
     table.add_row("peak memory", human_bytes(result.peak_bytes))
     for row in result.memory:
         kinds = sorted(row.by_kind.items(), key=lambda item: -item[1])[:4]
         words = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds if size)
         table.add_row(f"  stage {row.stage}", f"{human_bytes(row.device_bytes)}: {words}")
-    table.add_row("limited by", ", ".join(f"{name} {share:.0%}" for name, share in result.limits.items() if share >= 0.005))
-    table.add_row("prices", ", ".join(f"{name} {share:.0%}" for name, share in result.provenance.items() if share >= 0.005))
+    table.add_row(
+        "limited by", ", ".join(f"{name} {share:.0%}" for name, share in result.limits.items() if share >= 0.005)
+    )
+    table.add_row(
+        "prices", ", ".join(f"{name} {share:.0%}" for name, share in result.provenance.items() if share >= 0.005)
+    )
     console.print(table)
     if not result.feasible:
         console.print(f"[bold red]does not fit:[/bold red] {result.why_infeasible}")

@@ -64,7 +64,7 @@ def configuration_of(options: dict[str, Any]) -> Configuration:
     return Configuration(**{name: options[name] for name in names})
 
 
-def build_problem(model: str, options: dict[str, Any], space: Space = Space()) -> Problem:
+def build_problem(model: str, options: dict[str, Any], space: Space | None = None) -> Problem:
     """Graph (captured, from the cache or from a file), cluster and cost models of a command's options."""
     from simpart.model_spec import load_graph_or_model
     from simpart.registry import default_costs
@@ -78,7 +78,12 @@ def build_problem(model: str, options: dict[str, Any], space: Space = Space()) -
         graph = load_graph_or_model(model, precision=precision, cache=not options["no_cache"])
     costs = default_costs(cluster, store=options["store"], profiles=not options["no_profiles"])
     return Problem(
-        graph=graph, training=training, cluster=cluster, costs=costs, global_batch=options["global_batch"], space=space
+        graph=graph,
+        training=training,
+        cluster=cluster,
+        costs=costs,
+        global_batch=options["global_batch"],
+        space=space or Space(),
     )
 
 

@@ -12,15 +12,17 @@ from simpart.commands._problem import build_problem, configuration_of, configura
 __all__ = ["plan"]
 
 
-@click.command(epilog="Example:  simpart plan gpt:layers=12 --cluster dgx-a100 --global-batch 64 --pp 4 --dp 2 -o plan.json")
+@click.command(
+    epilog="Example:  simpart plan gpt:layers=12 --cluster dgx-a100 --global-batch 64 --pp 4 --dp 2 -o plan.json"
+)
 @click.argument("model")
 @problem_options()
 @configuration_options()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def plan(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
-    """Make the plan of a configuration: pp stages of equal layers on dp replicas each. MODEL is a zoo name with dims, package.module:factory
-    or a .graph file."""
+    """Make the plan of a configuration: pp stages of equal layers on dp replicas each. MODEL is a zoo name with dims,
+    package.module:factory or a .graph file."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
     from simpart.configure import configure
     from simpart.plan_format import PlanFile, save_plan

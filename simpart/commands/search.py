@@ -16,7 +16,7 @@ __all__ = ["search"]
 
 
 @click.command(
-    epilog="Example:  simpart search gpt:layers=24,hidden=1024,heads=16 --cluster dgx-a100:2 --global-batch 128 --budget 60s -o plan.json"
+    epilog="Example:  simpart search gpt:layers=24 --cluster dgx-a100:2 --global-batch 128 --budget 60s -o plan.json"
 )
 @click.argument("model")
 @problem_options()
@@ -25,15 +25,17 @@ __all__ = ["search"]
 @click.option("--max-candidates", type=int, default=None, help="Count budget; deterministic.")
 @click.option("--max-stages", type=int, default=None, help="Most pipeline stages to consider.")
 @click.option("--min-stages", type=int, default=1, show_default=True, help="Fewest pipeline stages to consider.")
-@click.option("--schedule", "schedules", multiple=True, help=f"Schedules to consider.  [default: {', '.join(SCHEDULES)}]")
+@click.option(
+    "--schedule", "schedules", multiple=True, help=f"Schedules to consider.  [default: {', '.join(SCHEDULES)}]"
+)
 @click.option("--recompute", "recompute", multiple=True, help="Recomputation to consider.  [default: none, full]")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--log", type=click.Path(path_type=Path), default=None, help="Append every candidate to this file.")
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def search(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
-    """Search for the plan with the shortest simulated step that fits. MODEL is a zoo name with dims, package.module:factory or a .graph file.
-    Ctrl-C ends the search; the best plan so far is the answer."""
+    """Search for the plan with the shortest simulated step that fits. MODEL is a zoo name with dims,
+    package.module:factory or a .graph file. Ctrl-C ends the search; the best plan so far is the answer."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
     from simpart.commands._progress import search_progress
     from simpart.plan_format import PlanFile, save_plan
@@ -77,7 +79,9 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     if as_json:
         print_document(prediction_document(problem, best, result, **counts))
         return
-    print_prediction(problem, best, result, f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}")
+    print_prediction(
+        problem, best, result, f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}"
+    )
     for name, row in families.items():
         click.echo(f"  {name}: {row['why'] or human_seconds(row['step_s'])}")
     click.echo(f"search {found.stopped} after {human_seconds(found.wall_s)}")
@@ -89,7 +93,10 @@ def space_of(options: dict[str, Any]) -> Space:
     from simpart.configure import RECOMPUTE
     from simpart.errors import UnknownNameError, UserError
 
-    for what, names, known in (("schedule", options["schedules"], SCHEDULES), ("recomputation", options["recompute"], RECOMPUTE)):
+    for what, names, known in (
+        ("schedule", options["schedules"], SCHEDULES),
+        ("recomputation", options["recompute"], RECOMPUTE),
+    ):
         for name in names:
             if name not in known:
                 raise UnknownNameError(what, name, known)
@@ -97,7 +104,7 @@ def space_of(options: dict[str, Any]) -> Space:
     if low < 1 or (high is not None and high < low):
         raise UserError(f"stages must satisfy 1 <= min <= max, got min {low}, max {high}")
     return Space(
-        schedules=options["schedules"] or tuple(SCHEDULES),
+        schedules=options["schedules"] or Space().schedules,
         recompute=options["recompute"] or RECOMPUTE,
         min_stages=low,
         max_stages=high,

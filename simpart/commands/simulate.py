@@ -22,7 +22,8 @@ __all__ = ["simulate"]
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def simulate(target: str, engine: str, trace: Path | None, timeline: bool, as_json: bool, **options: Any) -> None:
-    """Predict step time, memory and what limits them. A PLAN file needs no other option; a MODEL takes those of simpart plan."""
+    """Predict step time, memory and what limits them. A PLAN file needs no other option; a MODEL takes those of
+    simpart plan."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
     from simpart.simulation import simulate_plan
 
@@ -48,9 +49,9 @@ def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """(Problem, Plan) of a plan file, or of a model with options."""
     path = Path(target)
     if path.suffix == ".json" or (path.is_file() and path.suffix != ".graph"):
-        from simpart.registry import default_costs
         from simpart.plan_format import load_plan
         from simpart.problem import Problem
+        from simpart.registry import default_costs
 
         given = [name for name in ("cluster", "global_batch") if options[name] is not None]
         if given:
