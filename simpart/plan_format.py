@@ -1,5 +1,7 @@
-"""Plan files: Plan, recipe, Cluster and Graph by value, enough to simulate without torch or cache. No times, paths or
-dates."""
+"""Plan files: Plan, recipe, Cluster and Graph by value, enough to simulate without torch or cache.
+
+They hold no times, paths or dates.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.schedule import Schedule, format_rows, parse_rows
 from simpart.training import TrainingSpec
 
-__all__ = ["PlanFile", "load_plan", "plan_from_json", "plan_to_json", "save_plan", "training_from_json",
-"training_to_json"]
+__all__ = [
+    "PlanFile", "load_plan", "plan_from_json", "plan_to_json", "save_plan", "training_from_json", "training_to_json",
+]  # fmt: skip
 
 KIND, VERSION = "simpart plan", 1
 T = TypeVar("T")
@@ -63,9 +66,9 @@ def _converter() -> cattrs.Converter:
     converter.register_unstructure_hook(Schedule, _schedule_to_json)
     converter.register_structure_hook(Schedule, _schedule_from_json)
     for kind in (Plan, Stage, DeviceGroup, Batch, TrainingSpec, Sharding, Strategy, AxisStrategy, StatePlacement):
-        converter.register_unstructure_hook(kind, make_dict_unstructure_fn(kind, converter,
-        _cattrs_omit_if_default=True)) converter.register_structure_hook(kind, make_dict_structure_fn(kind, converter,
-        _cattrs_forbid_extra_keys=True))
+        write_one = make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True)
+        converter.register_unstructure_hook(kind, write_one)
+        converter.register_structure_hook(kind, make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True))
     return converter
 
 
@@ -103,7 +106,9 @@ def _schedule_from_json(content: Any, _: Any) -> Schedule:
     if not isinstance(content, Mapping) or not set(content) <= known or not isinstance(content.get("kind"), str):
         raise FormatError(f"a schedule has the keys {', '.join(sorted(known))}, got {content!r}")
     parameters = tuple((str(k), int(v)) for k, v in content.get("parameters", {}).items())
-    return Schedule(kind=content["kind"], parameters=parameters, explicit=parse_rows("\n".join(content.get("rows", []))))
+    return Schedule(
+        kind=content["kind"], parameters=parameters, explicit=parse_rows("\n".join(content.get("rows", [])))
+    )
 
 
 _CONVERTER = _converter()
