@@ -112,16 +112,19 @@ def all_reduces(
 
 def _sharing(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> list[int]:
     """For each group of devices, how many of all groups use one of its physical links at the same time."""
-    users: dict[tuple[str, str | None, int], int] = defaultdict(int)
+    users: dict[tuple[str, str | None, int, int], int] = defaultdict(int)
     places = []
     for ranks in groups:
         level = cluster.level_of(ranks)
-        blocks = {(level.name, level.only, rank // _block(level)) for rank in ranks}
+        blocks = {_block(cluster, level, rank) for rank in ranks}
         places.append(blocks)
         for block in blocks:
             users[block] += 1
     return [max((users[block] for block in blocks), default=1) for blocks in places]
 
 
-def _block(level: LinkLevel) -> int:
-    return level.size if level.kind == "shared" else level.shared_by
+def _block(cluster: Cluster, level: LinkLevel, rank: int) -> tuple[str, str | None, int, int]:
+    """The physical link of a device at a level: a bus serves all members, a card the devices that share it."""
+    reach = cluster.group_of(level, rank)
+    size = level.size if level.kind == "shared" else level.shared_by
+    return level.name, level.only, reach.start, (rank - reach.start) // size

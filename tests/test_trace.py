@@ -1,0 +1,82 @@
+"""Traces load back and say what was simulated."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from simpart.simulation import SimResult, simulate_plan
+from simpart.trace import save_trace
+from tests.test_lowering import plan, problem
+from tests.toy_graphs import UnitLinks, chain, costs
+
+
+@pytest.fixture(scope="module")
+def result() -> SimResult:
+    graph = chain(3, tied=True)
+    given_costs = costs(links=UnitLinks({"p2p": 0.03, "all_reduce": 0.01}))
+    return simulate_plan(problem(graph, 8, costs=given_costs), plan(graph, [2, 4], 4))
+
+
+@pytest.fixture(scope="module")
+def events(result: SimResult, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    path: Path = tmp_path_factory.mktemp("trace") / "t.json"
+    save_trace(path, result)
+    content = json.loads(path.read_text())
+    found: list[dict[str, Any]] = content["traceEvents"]
+    return found
+
+
+def test_every_task_is_an_event_on_a_named_row(result: SimResult, events: list[dict[str, Any]]) -> None:
+    rows = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    slices = [e for e in events if e["ph"] == "X"]
+    assert len(slices) == result.program.topology.size
+    assert all((e["pid"], e["tid"]) in rows for e in slices)
+    assert rows[1, 2].startswith("group 2: stage 2 on 1 × fast") and "link 0>1" in rows.values()
+    last = max(e["ts"] + e["dur"] for e in slices)
+    assert last == pytest.approx(result.times.makespan_s * 1e6)
+
+
+def test_slices_of_a_row_do_not_overlap(events: list[dict[str, Any]]) -> None:
+    rows: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for e in events:
+        if e["ph"] == "X":
+            rows.setdefault((e["pid"], e["tid"]), []).append((e["ts"], e["ts"] + e["dur"]))
+    for spans in rows.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-6 for a, b in pairwise(spans))
+
+
+def test_transfers_have_arrows_from_maker_to_reader(events: list[dict[str, Any]]) -> None:
+    arrows: dict[int, list[dict[str, Any]]] = {}
+    for e in events:
+        if e["ph"] in "stf":
+            arrows.setdefault(e["id"], []).append(e)
+    sends = [e for e in events if e["ph"] == "X" and e["cat"] == "send"]
+    assert len(arrows) == len(sends)
+    for steps in arrows.values():
+        assert [e["ph"] for e in steps] == ["s", "t", "f"]
+        assert steps[0]["ts"] <= steps[1]["ts"] <= steps[2]["ts"]
+        for e in steps:  # each lies within a slice of its row
+            assert any(
+                x["ph"] == "X" and (x["pid"], x["tid"]) == (e["pid"], e["tid"])
+                and x["ts"] - 1e-6 <= e["ts"] <= x["ts"] + x["dur"] + 1e-6 for x in events
+            )  # fmt: skip
+
+
+def test_memory_counters_peak_where_the_result_does(result: SimResult, events: list[dict[str, Any]]) -> None:
+    for row in result.memory:
+        levels = [
+            sum(e["args"].values()) for e in events if e["ph"] == "C" and e["name"].endswith(f"group {row.group}")
+        ]
+        assert max(levels) == row.allocated_bytes
+
+
+def test_the_same_result_gives_the_same_bytes(result: SimResult, tmp_path: Path) -> None:
+    save_trace(tmp_path / "a.json", result)
+    save_trace(tmp_path / "b.json", result)
+    assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
