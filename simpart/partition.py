@@ -10,16 +10,19 @@ import numpy as np
 from simpart.errors import MismatchError, UserError
 from simpart.graph import Graph
 from simpart.plan import Plan, check_shape
+from simpart.plan_check import check_shardings, check_state
 
 __all__ = ["Crossing", "Partition", "check_plan", "clonable_ops", "partition", "partition_of"]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
+Table = np.ndarray[tuple[int, int], np.dtype[np.bool_]]  # stage × op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crossing:
-    """A value made in stage `source` and read in later stages. With a gradient, the readers' gradients are summed on the way back."""
+    """A value made in stage `source` and read in later stages. With a gradient, the readers' gradients are summed on
+    the way back."""
 
     value: int
     source: int
@@ -29,8 +32,9 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """`ops[s]` are all op indices that run in stage s, clones included, sorted; `parameters[s]` the value numbers it reads;
-    `shared` maps a parameter to the stages that hold it, where there are several; `edges` are stage pairs with a crossing."""
+    """`ops[s]` are all op indices that run in stage s, clones included, sorted; `parameters[s]` the value numbers it
+    reads; `shared` maps a parameter to the stages that hold it, where there are several; `edges` are stage pairs with
+    a crossing."""
 
     ops: tuple[Ints, ...]
     crossings: tuple[Crossing, ...]
@@ -44,9 +48,10 @@ _clonable: WeakKeyDictionary[Graph, Bools] = WeakKeyDictionary()
 
 
 def clonable_ops(graph: Graph) -> Bools:
-    """Ops that every stage may run for itself instead of receiving their result: they need only graph inputs, parameters and other such ops,
-    and either depend on no graph input (constants, position embeddings) or carry no gradient (masks, labels). Ops that write
-    buffers or draw random numbers are none. Indivisible groups are so as a whole."""
+    """Ops that every stage may run for itself instead of receiving their result: they need only graph inputs,
+    parameters and other such ops, and either depend on no graph input (constants, position embeddings) or carry no
+    gradient (masks, labels). Ops that write buffers or draw random numbers are none. Indivisible groups are so as a
+    whole."""
     if graph in _clonable:
         return _clonable[graph]
     flat = graph.flat
@@ -100,7 +105,7 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
         a, b = graph.op_ids[flat.op_group[split[0]]], graph.op_ids[split[0]]
         raise UserError(f"ops {a} and {b} share storage that is changed in place and must be in one stage")
     consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
-    member = np.zeros((stages, len(flat.op_class)), dtype=bool)
+    member: Table = np.zeros((stages, len(flat.op_class)), dtype=np.bool_)
     fixed = np.flatnonzero(~clonable)
     member[stage_of[fixed], fixed] = True
     for i in np.flatnonzero(clonable)[::-1]:  # a clone runs wherever a reader of it runs
@@ -155,7 +160,7 @@ def _crossings(graph: Graph, cut: Ints, stage_of: Ints, consumer: Ints) -> tuple
     return tuple(found)
 
 
-def _parameters(graph: Graph, member: Bools, consumer: Ints) -> tuple[tuple[Ints, ...], dict[int, tuple[int, ...]]]:
+def _parameters(graph: Graph, member: Table, consumer: Ints) -> tuple[tuple[Ints, ...], dict[int, tuple[int, ...]]]:
     flat = graph.flat
     is_parameter = np.zeros(len(flat.value_op), dtype=bool)
     is_parameter[list(graph.parameters)] = True
@@ -173,7 +178,8 @@ def check_plan(plan: Plan, graph: Graph) -> Partition:
     check_shape(plan)
     if plan.graph != graph.fingerprint:
         raise MismatchError(
-            f"the plan was made for graph {plan.graph}, this one is {graph.fingerprint}; capture the same model and precision"
+            f"the plan was made for graph {plan.graph}, this one is {graph.fingerprint}: "
+            f"{_first_difference(plan, graph)}; capture the same model and precision"
         )
     result = partition_of(graph, plan)
     for s, stage in enumerate(plan.stages):
@@ -182,4 +188,23 @@ def check_plan(plan: Plan, graph: Graph) -> Partition:
             outside = outside[~clonable_ops(graph)[outside]]
             if outside.size:
                 raise UserError(f"stage {s} recomputes op {graph.op_ids[outside[0]]}, which it does not hold")
+    if plan.shardings:
+        check_shardings(plan, graph)
+    if plan.state:
+        check_state(plan, graph, result)
     return result
+
+
+def _first_difference(plan: Plan, graph: Graph) -> str:
+    """What a plan alone can tell of another graph: an op it names that is not here, or one here that it leaves out."""
+    held = np.zeros(len(graph.op_ids), dtype=bool)
+    for stage in plan.stages:
+        for first, last in stage.ops.runs:
+            for name in (first, last):
+                if name not in graph.op_index:
+                    return f"it has no op {name}"
+            held[graph.op_index[first] : graph.op_index[last] + 1] = True
+    left_out = np.flatnonzero(~held & ~clonable_ops(graph))
+    if left_out.size:
+        return f"the plan has no op {graph.op_ids[left_out[0]]}"
+    return "the ops named in the plan are the same, their sizes, number or precision differ"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -12,7 +13,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from simpart.errors import FormatError, UserError
-from simpart.graph import Graph
+from simpart.graph import Graph, Source
 from simpart.placement import Sharding, StatePlacement
 from simpart.schedule import SCHEDULES, Schedule
 
@@ -20,8 +21,10 @@ __all__ = ["Batch", "DeviceGroup", "Devices", "OpSet", "Plan", "Stage", "check_s
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 REPLICA_AXIS = "dp"
-"""The mesh axis along which a group holds replicas: each runs its own program on its own share of the micro-batch. All other
-axes split kernels, by strategies."""
+"""The mesh axis along which a group holds replicas: each runs its own program on its own share of the micro-batch. All
+other axes split kernels, by strategies."""
+MAX_DEVICES = 10_000_000
+"""More than any cluster: a slip of the pen in a file must not fill the memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,9 +57,10 @@ class Devices:
         runs = []
         for part in text.split(","):
             match = re.fullmatch(r"(\d+):(\d+)(?::(\d+))?", part.strip())
-            if match is None or int(match[2]) <= int(match[1]) or match[3] == "0":
-                raise FormatError(f"devices are written 0:8 or 0:8,16:24:2, got {text!r}")
-            runs.append((int(match[1]), int(match[2]), int(match[3] or 1)))
+            start, stop, step = (int(digits or 1) for digits in match.groups()) if match else (0, 0, 1)
+            if not start < stop <= MAX_DEVICES or step < 1:
+                raise FormatError(f"devices are written 0:8 or 0:8,16:24:2, up to {MAX_DEVICES}, got {text!r}")
+            runs.append((start, stop, step))
         return Devices(tuple(runs))
 
     def __str__(self) -> str:
@@ -72,7 +76,8 @@ class Devices:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceGroup:
-    """Devices as a mesh: `axes` name and size the dims, outermost first; device k of the list has mesh index k in row-major order."""
+    """Devices as a mesh: `axes` name and size the dims, outermost first; device k of the list has mesh index k in
+    row-major order."""
 
     devices: Devices
     axes: tuple[tuple[str, int], ...] = ()
@@ -117,8 +122,9 @@ class OpSet:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
-    """Ops on a device group. `recompute` lists regions whose inner activations are dropped after forward and made again in backward.
-    Several stages on one group are virtual stages. `sharding` names an entry of the plan's shardings."""
+    """Ops on a device group. `recompute` lists regions whose inner activations are dropped after forward and made
+    again in backward. Several stages on one group are virtual stages. `sharding` names an entry of the plan's
+    shardings."""
 
     ops: OpSet
     group: int
@@ -143,8 +149,10 @@ class Batch:
 class Plan:
     """One way to run a training step. Hashable; carries the fingerprint of the Graph its op ids belong to.
 
-    Stages are in topological order. Ops that may be cloned (see `simpart.partition`) may be left out of every stage: they run wherever
-    they are needed. `skips` says whether a value used by a later than the next stage is sent there directly or relayed by those between.
+    Stages are in topological order. Ops that may be cloned (see `simpart.partition`) may be left out of every stage:
+    they run wherever they are needed. `skips` says whether a value used by a later than the next stage is sent there
+    directly or relayed by those between. `state` goes by patterns of parameter names (`*` matches any run); the first
+    that matches holds.
     """
 
     graph: str
@@ -169,6 +177,14 @@ class Plan:
     def device_count(self) -> int:
         return sum(len(group.devices) for group in self.groups)
 
+    def state_of(self, parameter: Source) -> tuple[str | None, StatePlacement]:
+        """The first pattern that a parameter matches, by any of its names, and how its state rests; none:
+        replicated."""
+        for pattern, rest in self.state:
+            if any(fnmatchcase(name, pattern) for name in (parameter.name, *parameter.aliases)):
+                return pattern, rest
+        return None, StatePlacement()
+
 
 _kernel_ids: WeakKeyDictionary[Graph, tuple[str, ...]] = WeakKeyDictionary()
 
@@ -188,15 +204,22 @@ def kernel_ids(graph: Graph) -> tuple[str, ...]:
 
 
 def check_shape(plan: Plan) -> None:
-    """Refuse a plan that contradicts itself, whatever its graph; one line naming the rule, the value and the way out."""
+    """Refuse a plan that contradicts itself, whatever its graph; one line with the rule, the value and the way out."""
     if not plan.stages or not plan.groups:
         raise UserError("a plan needs at least one stage and one device group")
+    for g, group in enumerate(plan.groups):
+        names = [name for name, _ in group.axes]
+        if len(set(names)) != len(names) or any(size < 1 for _, size in group.axes):
+            raise UserError(f"group {g}: axes have different names and sizes of at least 1, got {list(group.axes)}")
+        if prod(size for _, size in group.axes) != len(group.devices):
+            raise UserError(
+                f"group {g}: axes {dict(group.axes)} do not multiply to its {len(group.devices)} devices; "
+                "change the sizes or the devices"
+            )
     used = [d for group in plan.groups for d in group.devices]
     if len(set(used)) != len(used):
         raise UserError("device groups must not share devices; give every device to one group")
-    for g, group in enumerate(plan.groups):
-        if prod(size for _, size in group.axes) != len(group.devices):
-            raise UserError(f"group {g}: axes {dict(group.axes)} do not multiply to its {len(group.devices)} devices")
+    for g in range(len(plan.groups)):
         if g not in plan.group_of_stage:
             raise UserError(f"group {g} holds no stage; leave it out or give it one")
     if plan.batch.micro_batches < 1 or len(plan.batch.sizes) != len(plan.groups):
@@ -208,11 +231,14 @@ def check_shape(plan: Plan) -> None:
             raise UserError(
                 f"group {g}: replica micro-batches {list(sizes)} must be at least 1 and sum to {plan.batch.micro_batch}"
             )
-    names = {name for name, _ in plan.shardings}
+    shardings = {name for name, _ in plan.shardings}
     for s, stage in enumerate(plan.stages):
         if not 0 <= stage.group < len(plan.groups):
-            raise UserError(f"stage {s} names group {stage.group} of {len(plan.groups)}")
-        if stage.sharding is not None and stage.sharding not in names:
-            raise UserError(f"stage {s} names sharding {stage.sharding!r}; the plan has {sorted(names) or 'none'}")
-    if plan.schedule.kind in SCHEDULES or plan.schedule.kind == "explicit":
+            raise UserError(f"stage {s} names group {stage.group} of {len(plan.groups)}; groups are counted from 0")
+        if stage.sharding is not None and stage.sharding not in shardings:
+            known = ", ".join(sorted(shardings)) or "none"
+            raise UserError(f"stage {s} names sharding {stage.sharding!r}; the plan has {known}")
+    if plan.schedule.kind == "explicit":
         plan.schedule.rows(plan.group_of_stage, plan.batch.micro_batches)
+    elif plan.schedule.kind in SCHEDULES:
+        plan.schedule.rows(plan.group_of_stage, 1)  # does it allow these stages per group? costs nothing at any count

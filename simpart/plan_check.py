@@ -1,0 +1,130 @@
+"""Do a plan's shardings and states at rest fit its graph? Each refusal is one line: rule, value, way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from simpart.errors import UnknownNameError, UserError
+from simpart.graph import Graph
+from simpart.placement import Halo, Partial, Placement, Shard, Sharding, Strategy
+from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan, kernel_ids
+from simpart.sizes import Affine, Size, TensorSpec
+
+if TYPE_CHECKING:
+    from simpart.partition import Partition
+
+__all__ = ["check_shardings", "check_state"]
+
+
+def check_shardings(plan: Plan, graph: Graph) -> None:
+    """Refuse strategies of kernels that do not exist, on axes that a group lacks, or that don't fit the kernel's
+    tensors."""
+    _once("sharding", [name for name, _ in plan.shardings])
+    for name, sharding in plan.shardings:
+        users = [(s, plan.groups[stage.group]) for s, stage in enumerate(plan.stages) if stage.sharding == name]
+        if not users:
+            raise UserError(f"sharding {name!r} is used by no stage; name it in a stage or leave it out")
+        _check_sharding(name, sharding, graph, users)
+
+
+def _check_sharding(what: str, sharding: Sharding, graph: Graph, users: Sequence[tuple[int, DeviceGroup]]) -> None:
+    class_of = dict(zip(kernel_ids(graph), graph.flat.kernel_class.tolist(), strict=True))
+    first: dict[int, str] = {}
+    for kernel, cls in class_of.items():
+        first.setdefault(cls, kernel)
+    for rows, shared in ((sharding.classes, True), (sharding.overrides, False)):
+        _once(f"sharding {what!r}: kernel", [kernel for kernel, _ in rows])
+        for kernel, strategy in rows:
+            if kernel not in class_of:
+                op = kernel.partition("|")[0]
+                near = [known for known in class_of if known.startswith(f"{op}|")] or list(graph.op_ids[:8])
+                raise UnknownNameError("kernel", kernel, near)
+            cls = class_of[kernel]
+            if shared and first[cls] != kernel:
+                raise UserError(
+                    f"a class of kernels is named by its first instance {first[cls]}, got {kernel}; "
+                    "name that one, or put this one under overrides"
+                )
+            for stage, group in users:
+                _check_axes(f"kernel {kernel}", strategy.axes, group.sharding_axes, f"the group of stage {stage}")
+            _check_strategy(kernel, strategy, graph.kernel_class_inputs[cls], graph.kernel_classes[cls].outputs)
+
+
+def _check_strategy(
+    kernel: str, strategy: Strategy, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
+) -> None:
+    for axis, split in strategy.axes:
+        for what, places, specs in (("inputs", split.inputs, inputs), ("outputs", split.outputs, outputs)):
+            if len(places) != len(specs):
+                raise UserError(
+                    f"kernel {kernel} has {len(specs)} {what}, its strategy on {axis} names {len(places)}; "
+                    "give one placement for each"
+                )
+            for i, (place, spec) in enumerate(zip(places, specs, strict=True)):
+                _check_placement(f"kernel {kernel}, {what[:-1]} {i}", place, spec)
+
+
+def check_state(plan: Plan, graph: Graph, found: Partition) -> None:
+    """Refuse state at rest of unknown parameters, on axes that their stages' groups lack, or that doesn't fit them."""
+    _once("state of", [pattern for pattern, _ in plan.state])
+    unmatched = [pattern for pattern, _ in plan.state]
+    for value, source in graph.parameters.items():
+        pattern, rest = plan.state_of(source)
+        if pattern is None:
+            continue
+        if pattern in unmatched:
+            unmatched.remove(pattern)
+        holders = [stage for stage, values in zip(plan.stages, found.parameters, strict=True) if value in values]
+        for name, places in (
+            (f"parameter {source.name}", rest.parameter),
+            (f"gradient of {source.name}", rest.gradient),
+            (f"optimizer state of {source.name}", rest.optimizer),
+        ):
+            for stage in holders:
+                _check_axes(name, places, plan.groups[stage.group].axes, f"group {stage.group}")
+            for _, place in places:
+                _check_placement(name, place, source.spec)
+                if isinstance(place, Partial) and places is not rest.gradient:
+                    raise UserError(f"{name} rests whole or in shards, got {place}; write R or S(0)")
+    if unmatched:
+        known = ", ".join([source.name for source in graph.parameters.values()][:8])
+        raise UserError(
+            f"state of {unmatched[0]!r} matches no parameter that an earlier pattern leaves; "
+            f"the graph's begin with {known}"
+        )
+
+
+def _check_axes(what: str, places: Iterable[tuple[str, object]], axes: Sequence[tuple[str, int]], where: str) -> None:
+    known = [name for name, _ in axes]
+    names = [axis for axis, _ in places]
+    _once(f"{what}: axis", names)
+    for axis in names:
+        if axis not in known:
+            if axis == REPLICA_AXIS:
+                raise UserError(f"{what}: axis dp holds replicas, which split no kernel; use another axis of {where}")
+            raise UserError(f"{what}: {where} has no axis {axis!r}; it has {', '.join(known) or 'none'}")
+
+
+def _check_placement(what: str, place: Placement | Halo, spec: TensorSpec) -> None:
+    shard = place.shard if isinstance(place, Halo) else place
+    if not isinstance(shard, Shard):
+        return
+    if shard.dim >= len(spec.dims):
+        raise UserError(f"{what} has {len(spec.dims)} dims, its placement {place} names dim {shard.dim}; count from 0")
+    size = spec.dims[shard.dim]
+    if shard.block is not None and (shard.block < 1 or not _divides(shard.block, size)):
+        raise UserError(f"{what}: block must divide dim {shard.dim} of size {size}, got {shard.block}; use a divisor")
+
+
+def _divides(block: int, size: Size) -> bool:
+    if isinstance(size, int):
+        return size % block == 0
+    parts = (size.base, size.slope) if isinstance(size, Affine) else tuple(value for _, value in size.values)
+    return all(part % block == 0 for part in parts)
+
+
+def _once(what: str, names: Sequence[str]) -> None:
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{what} {name} is given twice; keep one")
