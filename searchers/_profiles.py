@@ -100,7 +100,9 @@ def read_pipedream(path: Path) -> tuple[tuple[PipeDreamNode, ...], Edges]:
                 parameter_bytes=float(node["weight"]),
             )
         else:
-            raise FormatError(f"{path}, line {number}: neither a node nor an edge of a profile; give a profile as published")
+            raise FormatError(
+                f"{path}, line {number}: neither a node nor an edge of a profile; give a profile as published"
+            )
     kept = {v for v, node in nodes.items() if not node.name.startswith("Input")}
     inner = [(a, b) for a, b in edges if a in kept and b in kept]
     order = _topological(sorted(kept), inner)
@@ -127,7 +129,9 @@ def read_piper(path: Path) -> tuple[tuple[PiperNode, ...], dict[tuple[int, int],
             for v in order
         )
     except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(f"{path} is not a Piper profile: {type(error).__name__} {error}; give one as published") from error
+        raise FormatError(
+            f"{path} is not a Piper profile: {type(error).__name__} {error}; give one as published"
+        ) from error
     return nodes, {(place[a], place[b]): size for (a, b), size in edges.items()}
 
 

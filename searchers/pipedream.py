@@ -75,7 +75,10 @@ def chain_cuts(
 ) -> Cuts:
     """Cuts of a chain of blocks."""
     n = len(compute_s)
-    sums = [np.concatenate([[0.0], np.cumsum(np.asarray(x, dtype=np.float64))]) for x in (compute_s, parameter_bytes, activation_bytes)]
+    sums = [
+        np.concatenate([[0.0], np.cumsum(np.asarray(x, dtype=np.float64))])
+        for x in (compute_s, parameter_bytes, activation_bytes)
+    ]
     return Cuts(
         compute_s=sums[0],
         parameter_bytes=sums[1],
@@ -140,10 +143,23 @@ class _Solver:
     """Tables of a level: [m][i, j] is the least maximum over ways to run set j minus set i on m of its units."""
 
     def __init__(
-        self, cuts: Cuts, levels: tuple[Level, ...], transfers: bool, limit: float, straight: bool, fewer: bool, released: bool
+        self,
+        cuts: Cuts,
+        levels: tuple[Level, ...],
+        transfers: bool,
+        limit: float,
+        straight: bool,
+        fewer: bool,
+        released: bool,
     ) -> None:
         self.cuts, self.levels = cuts, levels
-        self.transfers, self.limit, self.straight, self.fewer, self.released = transfers, limit, straight, fewer, released
+        self.transfers, self.limit, self.straight, self.fewer, self.released = (
+            transfers,
+            limit,
+            straight,
+            fewer,
+            released,
+        )
         self.parameters = cuts.parameter_bytes[None, :] - cuts.parameter_bytes[:, None]
         self.held = self.parameters + cuts.activation_bytes[None, :] - cuts.activation_bytes[:, None]
         self._tables: dict[tuple[int, int], list[Floats]] = {}
@@ -215,7 +231,9 @@ class _Solver:
             value = table[used][start, end]
             while self.fewer and table[used - 1][start, end] == value:
                 used -= 1
-            whole = self._stage_s(level, beyond, used, used, True)[start, end] if used == 1 or not self.straight else np.inf
+            whole = (
+                self._stage_s(level, beyond, used, used, True)[start, end] if used == 1 or not self.straight else np.inf
+            )
             if whole == value:
                 cut, r = start, used
             else:
@@ -228,7 +246,9 @@ class _Solver:
                 return stages
             end, used = cut, used - r
 
-    def _last_stage(self, level: int, beyond: int, table: list[Floats], used: int, start: int, end: int) -> tuple[int, int]:
+    def _last_stage(
+        self, level: int, beyond: int, table: list[Floats], used: int, start: int, end: int
+    ) -> tuple[int, int]:
         for r in range(1, 2 if self.straight else used):
             reached = np.maximum(table[used - r][start], self._stage_s(level, beyond, used, r, False)[:, end])
             cut = int(np.argmin(reached))
