@@ -27,12 +27,18 @@ SOLVERS: dict[str, str] = {
     "alpa-inter-op": "simpart.searchers.alpa:solve_golden",
     "piper": "simpart.searchers.piper:solve_golden",
     "schedule": "simpart.testing.schedules:solve_schedule",
+    "interval": "simpart.testing.tdl_golden:solve_interval",
+    "interval_symbolic": "simpart.testing.tdl_golden:solve_interval_symbolic",
+    "tdl_strategies": "simpart.testing.tdl_golden:solve_strategies",
+    "op_strategy_table": "simpart.testing.tdl_golden:solve_table",
+    "conversion_one_step": "simpart.testing.conversions:solve_one_step",
+    "conversion_two_step": "simpart.testing.conversions:solve_two_steps",
 }
 
 RELATIVE_TOLERANCE = 1e-9
 # Plans may tie, so they are compared only where the case says that the optimum is unique; the others describe ties.
 _PLAN_KEYS = {"plan", "config"}
-_DESCRIPTIONS = {"plan_unique", "equally_good"}
+_DESCRIPTIONS = {"plan_unique", "equally_good", "rule", "members", "regions"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
