@@ -58,11 +58,17 @@ def _capture(
     shallow: bool,
 ) -> Graph:
     takes: list[_Take] = []
-    for b in (*sizes, 1):
+    for b in sizes:
         say(f"capturing micro-batch {b}")
         takes.append(_take(factory, b, dtype, takes[0] if takes else None, shallow))
     first = takes[0]
-    *several, at_one = [take.trace for take in takes]
+    several = [take.trace for take in takes]
+    say("capturing micro-batch 1")
+    try:
+        at_one = _take(factory, 1, dtype, first, shallow).trace
+    except UserError as error:  # batch norm over one value, for example
+        say(f"the module does not run at micro-batch 1: {error}")
+        at_one = None
 
     def deep(trace: Trace) -> Trace:
         for i, stack in enumerate(first.stacks):
@@ -71,10 +77,10 @@ def _capture(
         return trace
 
     fitted = fit(several, sizes)
-    whole = fit_with_one(fitted, several, sizes, at_one)
+    whole = fitted if at_one is None else fit_with_one(fitted, several, sizes, at_one)
     say("finding repeated regions")
-    if whole is not None:
-        return build(deep(whole), model=model, precision=precision)
+    if whole is not None or at_one is None:
+        return build(deep(whole or fitted), model=model, precision=precision)
     one = build(deep(fit([at_one], [1])), model=model, precision=precision)
     return build(deep(fitted), model=model, precision=precision, at_one=one)
 

@@ -211,11 +211,10 @@ def _with_layout_of(fitted: Trace, at_one: Trace) -> Trace:
     """A dim of size 1 may stand anywhere in memory: name the layout as the fitted trace does, where that is true."""
 
     def spec(general: TensorSpec, mine: TensorSpec) -> TensorSpec:
-        if any(isinstance(size, Table) for size in (*general.dims, *(general.strides or ()))):
-            return mine
-        seen = TensorSpec(general.shape(1), mine.dtype, general.order, _at_one(general.strides))
+        strides = None if general.strides is None else _at_one(general.strides, _strides(mine))
+        seen = TensorSpec(mine.dims, mine.dtype, general.order, strides)
         same = all(a == b or d == 1 for a, b, d in zip(_strides(seen), _strides(mine), mine.dims, strict=True))
-        return seen if seen.dims == mine.dims and same else mine
+        return seen if _at_one(general.dims, mine.dims) == mine.dims and same else mine
 
     def outputs(general: tuple[TensorSpec, ...], mine: tuple[TensorSpec, ...]) -> tuple[TensorSpec, ...]:
         return tuple(map(spec, general, mine))
@@ -235,8 +234,9 @@ def _with_layout_of(fitted: Trace, at_one: Trace) -> Trace:
     )
 
 
-def _at_one(strides: tuple[Size, ...] | None) -> tuple[Size, ...] | None:
-    return None if strides is None else tuple(size_at(stride, 1) for stride in strides)
+def _at_one(sizes: Sequence[Size], known: Sequence[Size]) -> tuple[Size, ...]:
+    """Sizes at micro-batch 1; a table, which has no entry for it yet, takes the known one."""
+    return tuple(k if isinstance(s, Table) else size_at(s, 1) for s, k in zip(sizes, known, strict=True))
 
 
 def _agree(a: TensorSpec, b: TensorSpec) -> bool:
