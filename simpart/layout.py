@@ -73,7 +73,7 @@ class Layouts:
         """Ops of stage s and its recomputed regions, in the structure that runs at micro-batch b (1 may have its
         own)."""
         graph = layout.graph if layout.graph is self.problem.graph.at_one else self.problem.graph.at(b)
-        key = (graph.fingerprint, plan.stages, s)
+        key = (graph.fingerprint, plan.stages[s])  # clones go with a stage's own readers
         if key not in self.stages:
             found = layout.partition if graph is layout.graph else partition_of(graph, plan)
             regions = tuple(region.indices(graph) for region in plan.stages[s].recompute)

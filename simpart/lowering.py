@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -57,6 +57,8 @@ class _Kept:
     layouts: Layouts
     footprints: Footprints
     communication: CommPrices
+    stages: dict[tuple[Any, ...], tuple[list[Amount], list[Amount]]] = field(default_factory=dict)
+    transfers: dict[tuple[Any, ...], list[Priced]] = field(default_factory=dict)
     flops: dict[int, int] = field(default_factory=dict)
 
 
@@ -80,8 +82,8 @@ def lower(problem: Problem, plan: Plan, grain: Literal["coarse"] = "coarse") -> 
     topology = topology_of(shape)
     variants = variants_of(problem, plan)
     ledger = Ledger(len(topology.class_names))
-    _price_actions(known.layouts, plan, layout, variants, ledger)
-    _price_transfers(known.communication, plan, layout, shape, ledger)
+    _price_actions(known, plan, layout, variants, ledger)
+    _price_transfers(known, plan, layout, shape, ledger)
     _price_reductions(known.communication, problem, plan, layout, shape, ledger)
     _price_updates(problem, plan, layout, shape, ledger)
     memory, chosen = known.footprints.of(plan, layout, topology, variants)
@@ -133,23 +135,19 @@ def _shape(problem: Problem, plan: Plan, layout: Layout) -> Shape:
 
 
 # --- actions ----------------------------------------------------------------------------------------------------------
-def _price_actions(layouts: Layouts, plan: Plan, layout: Layout, variants: list[list[Variant]], ledger: Ledger) -> None:
+def _price_actions(known: _Kept, plan: Plan, layout: Layout, variants: list[list[Variant]], ledger: Ledger) -> None:
     """Forward and backward of every stage: of the replica that takes longest. A split backward is half I, half W."""
-    problem = layouts.problem
+    problem = known.layouts.problem
     for device in dict.fromkeys(v.device for group in variants for v in group):
         problem.prices(sorted({v.micro_batch for group in variants for v in group if v.device == device}), device)
     sent = _copied(plan, layout)
     for s, stage in enumerate(plan.stages):
         slowest: dict[str, tuple[float, list[Amount], Device]] = {}
         copies = 0.0
-        for b, device in variants[stage.group]:
-            graph, ops, regions = layouts.stage(plan, layout, s, b)
-            price = problem.prices([b], device)[b]
-            forward = [price.forward.total(_counts(graph, ops))]
-            backward = [price.backward.total(_counts(graph, ops))]
-            if regions:
-                backward.append(price.forward.total(_counts(graph, np.concatenate(regions))))
-            backward.append(_accumulation(problem, plan, layout, s, device))
+        for variant in variants[stage.group]:
+            b, device = variant
+            forward, backward = _stage_amounts(known, plan, layout, s, variant)
+            backward = [*backward, _accumulation(problem, plan, layout, s, device)]
             for kind, amounts in (("F", forward), ("B", backward)):
                 seconds = sum(float(a.seconds[0]) for a in amounts)
                 if kind not in slowest or seconds > slowest[kind][0]:
@@ -165,6 +163,22 @@ def _price_actions(layouts: Layouts, plan: Plan, layout: Layout, variants: list[
             ledger.add_fixed(row, problem.costs.action_overhead_s)
         _, _, device = slowest["F"]
         ledger.add_priced(class_of_action(s, "F"), _moving(copies, device))
+
+
+def _stage_amounts(
+    known: _Kept, plan: Plan, layout: Layout, s: int, variant: Variant
+) -> tuple[list[Amount], list[Amount]]:
+    """Forward and backward of one micro-batch, recomputation included."""
+    graph, ops, regions = known.layouts.stage(plan, layout, s, variant.micro_batch)
+    key = (graph.fingerprint, plan.stages[s], variant)
+    if key not in known.stages:
+        price = known.layouts.problem.prices([variant.micro_batch], variant.device)[variant.micro_batch]
+        counts = _counts(graph, ops)
+        backward = [price.backward.total(counts)]
+        if regions:
+            backward.append(price.forward.total(_counts(graph, np.concatenate(regions))))
+        known.stages[key] = ([price.forward.total(counts)], backward)
+    return known.stages[key]
 
 
 def _counts(graph: Graph, ops: Ints) -> Floats:
@@ -199,7 +213,7 @@ def _moving(seconds: float, device: Device) -> Priced:
 
 
 # --- communication and updates ----------------------------------------------------------------------------------------
-def _price_transfers(prices: CommPrices, plan: Plan, layout: Layout, shape: Shape, ledger: Ledger) -> None:
+def _price_transfers(known: _Kept, plan: Plan, layout: Layout, shape: Shape, ledger: Ledger) -> None:
     for e, (edge, load) in enumerate(zip(layout.edges, layout.loads, strict=True)):
         source, target = plan.stages[edge.source].group, plan.stages[edge.target].group
         if source == target:
@@ -209,8 +223,11 @@ def _price_transfers(prices: CommPrices, plan: Plan, layout: Layout, shape: Shap
             here, there = reversed(ends) if back else ends
             values = [value for value, gradient in load if gradient or not back]
             row = class_of_send(shape, e, back)
-            sizes = partial(_sizes, layout.graph, values)
-            for priced in slowest_device(prices, messages(*here, *there), sizes):
+            key = (layout.graph.fingerprint, *here, *there, *values)
+            if key not in known.transfers:
+                sizes = partial(_sizes, layout.graph, values)
+                known.transfers[key] = slowest_device(known.communication, messages(*here, *there), sizes)
+            for priced in known.transfers[key]:
                 ledger.add_priced(row, priced)
             ledger.errs_with(row, "transfers")
 
