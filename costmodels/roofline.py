@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 
@@ -115,10 +114,10 @@ def _moved(signature: Signature) -> int:
     written = total_bytes(signature.outputs)
     if base_name(signature.target) in _PICKING:
         return 2 * written + total_bytes(signature.inputs[1:])
-    if family_of(signature.target) == "loss" and len(signature.inputs) > 1:  # reads one logit per label
-        picked = [*signature.inputs[1:], TensorForm((prod(signature.inputs[1].shape),), signature.inputs[0].dtype)]
-        return written + min(total_bytes(signature.inputs), total_bytes(picked))
-    return written + total_bytes(signature.inputs)
+    read = [total_bytes((form,)) for form in signature.inputs]
+    if base_name(signature.target).startswith("nll_loss"):  # reads one logit per label, backward none
+        return written + sum(read) - max(read, default=0)
+    return written + sum(read)
 
 
 def _shapes(forms: tuple[TensorForm, ...]) -> list[tuple[int, ...]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from math import log
+from math import log, sqrt
 from typing import TypeVar
 
 import numpy as np
@@ -76,7 +76,7 @@ class Table:
 def log_sd(samples: Samples) -> float:
     """Log-sd of the median that the quartiles of the timings show, at least 1 %."""
     spread = log(samples.upper_s / samples.lower_s) / _QUARTILES_PER_SD if samples.lower_s > 0 else 1.0
-    return max(0.01, spread / float(max(1, samples.count)) ** 0.5)
+    return max(0.01, spread / sqrt(max(1, samples.count)))
 
 
 def overhead_s(records: Iterable[OverheadRecord]) -> float:

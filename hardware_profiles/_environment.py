@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import os
 import platform
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -12,7 +13,12 @@ from pathlib import Path
 
 from simpart.files import dump_json
 
-__all__ = ["Environment", "keep_freed_memory", "local_device_name", "local_environment", "torch_version"]
+__all__ = [
+    "Environment", "keep_freed_memory", "last_level_cache_bytes", "local_device_name", "local_environment", "pin",
+    "torch_version",
+]  # fmt: skip
+
+_CPUS = Path("/sys/devices/system/cpu")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,12 +83,35 @@ def keep_freed_memory() -> None:
     mallopt(mmap_max, 0)
 
 
-def _processor() -> str:
+def last_level_cache_bytes() -> int:
+    """Size of the largest cache that a core sees, at most 64 MiB; 32 MiB where the system does not say."""
+    found = [_text(path) for path in (_CPUS / "cpu0/cache").glob("index*/size")]
+    units = {"K": 2**10, "M": 2**20}
+    sizes = [int(text[:-1]) * units[text[-1]] for text in found if text[:-1].isdigit() and text[-1] in units]
+    return min(max(sizes, default=2**25), 2**26)
+
+
+def pin(worker: int) -> None:
+    """Keep this process on the `worker`-th physical core that it may use, counting round; where systems can."""
+    if not hasattr(os, "sched_setaffinity"):
+        return
+    cores: dict[tuple[str, str], int] = {}
+    for cpu in sorted(os.sched_getaffinity(0)):
+        topology = _CPUS / f"cpu{cpu}/topology"
+        cores.setdefault((_text(topology / "physical_package_id"), _text(topology / "core_id") or str(cpu)), cpu)
+    chosen = list(cores.values())
+    os.sched_setaffinity(0, {chosen[worker % len(chosen)]})
+
+
+def _text(path: Path) -> str:
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+        return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
-        return platform.processor() or platform.machine()
-    wanted = ("model name", "cpu family", "model", "stepping", "cpu MHz")
-    found = dict(line.split(":", 1) for line in lines if ":" in line)
+        return ""
+
+
+def _processor() -> str:
+    found = dict(line.split(":", 1) for line in _text(Path("/proc/cpuinfo")).splitlines() if ":" in line)
     pairs = {key.strip(): value.strip() for key, value in found.items()}
-    return " / ".join(pairs[key] for key in wanted[:4] if key in pairs) or platform.machine()
+    wanted = ("model name", "cpu family", "model", "stepping")
+    return " / ".join(pairs[key] for key in wanted if key in pairs) or platform.processor() or platform.machine()

@@ -115,7 +115,7 @@ class Store:
         return self.folder / _FILE
 
     def read(self) -> Profiles:
-        """Everything in the store; an absent one is empty. Raises FormatError for another kind of file or a newer one."""
+        """All of the store; an absent one is empty. Raises FormatError for another kind of file or a newer one."""
         try:
             raw = self.path.read_bytes()
         except FileNotFoundError:
