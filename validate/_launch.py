@@ -16,11 +16,12 @@ from typing import Any
 
 import psutil
 
-from simpart.errors import FormatError, UserError
+from simpart.errors import FormatError, UnsupportedError, UserError
 from simpart.files import dump_json, write_atomically
+from simpart.plan import Plan
 from simpart.plan_format import PlanFile, save_plan
 
-__all__ = ["RunFailed", "collect", "launch", "prepare"]
+__all__ = ["RunFailed", "collect", "launch", "prepare", "refuse_unsupported"]
 
 
 class RunFailed(UserError):
@@ -29,6 +30,19 @@ class RunFailed(UserError):
     def __init__(self, message: str, details: str = "") -> None:
         super().__init__(message)
         self.details = details
+
+
+def refuse_unsupported(plan: Plan) -> None:
+    """Raise UnsupportedError for plans that are not run yet."""
+    axes = [name for group in plan.groups for name, size in group.sharding_axes if size > 1]
+    if axes:
+        raise UnsupportedError(f"mesh axis {axes[0]!r} splits kernels, which is not run yet; use pipeline stages and dp")
+    if plan.shardings or any(stage.sharding for stage in plan.stages):
+        raise UnsupportedError("kernel strategies are not run yet; leave the plan's shardings empty")
+    if plan.state:
+        raise UnsupportedError("sharded parameters, gradients or optimizer state are not run yet; leave the plan's state empty")
+    if plan.mode != "eager":
+        raise UnsupportedError(f"mode {plan.mode!r} is not run yet; use eager")
 
 
 def prepare(
@@ -47,6 +61,8 @@ def prepare(
 
     `stall_s` is how long one rank waits for another before the run counts as hung (a quarter of `timeout_s`); `cpu` ignores GPUs.
     """
+    for file in files:
+        refuse_unsupported(file.plan)
     counts = {file.plan.device_count for file in files}
     if len(counts) != 1:
         raise UserError(f"plans run together must use the same number of devices, got {sorted(counts)}; run them one by one")

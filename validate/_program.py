@@ -132,13 +132,15 @@ class Recomputed:
 
     def __call__(self, *values: Any) -> tuple[Any, ...]:
         runs = 0
+        kept = {i: values[i] for i in self.written}  # not as arguments: autograd would refuse to find them changed
 
         def run(*inputs: Any) -> tuple[Any, ...]:
             nonlocal runs
             runs += 1
-            if runs > 1:
-                inputs = tuple(v.clone() if i in self.written else v for i, v in enumerate(inputs))
-            return self.program(*inputs)
+            given = iter(inputs)
+            buffers = kept if runs == 1 else {i: v.clone() for i, v in kept.items()}
+            return self.program(*(buffers[i] if i in buffers else next(given) for i in range(len(values))))
 
-        result: tuple[Any, ...] = checkpoint(run, *values, use_reentrant=False, preserve_rng_state=True)
+        rest = [v for i, v in enumerate(values) if i not in kept]
+        result: tuple[Any, ...] = checkpoint(run, *rest, use_reentrant=False, preserve_rng_state=True)
         return result

@@ -20,7 +20,7 @@ from simpart.plan_format import PlanFile
 from simpart.validate._boundary import BoundaryValue, Hop, boundary_values, hops_of
 from simpart.validate._compile import Key, StageProgram, compile_stage, paths, value_of
 
-__all__ = ["Share", "build_share", "rank_table", "refuse_unsupported"]
+__all__ = ["Share", "build_share", "rank_table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,19 +49,6 @@ def rank_table(plan: Plan) -> tuple[tuple[int, ...], ...]:
     """Ranks of each group's replicas: the plan's devices in the cluster's order are ranks 0, 1, …"""
     order = {device: rank for rank, device in enumerate(sorted(d for group in plan.groups for d in group.devices))}
     return tuple(tuple(order[group.replica_devices(r)[0]] for r in range(group.replicas)) for group in plan.groups)
-
-
-def refuse_unsupported(plan: Plan) -> None:
-    """Raise UnsupportedError for plans that are not run yet."""
-    axes = [name for group in plan.groups for name, size in group.sharding_axes if size > 1]
-    if axes:
-        raise UnsupportedError(f"mesh axis {axes[0]!r} splits kernels, which is not run yet; use pipeline stages and dp")
-    if plan.shardings or any(stage.sharding for stage in plan.stages):
-        raise UnsupportedError("kernel strategies are not run yet; leave the plan's shardings empty")
-    if plan.state:
-        raise UnsupportedError("sharded parameters, gradients or optimizer state are not run yet; leave the plan's state empty")
-    if plan.mode != "eager":
-        raise UnsupportedError(f"mode {plan.mode!r} is not run yet; use eager")
 
 
 def structure(file: PlanFile, micro_batch: int) -> tuple[Graph, Partition]:

@@ -31,8 +31,9 @@ from simpart.plan_format import PlanFile, load_plan  # noqa: E402
 from simpart.sizes import Affine, TensorSpec  # noqa: E402
 from simpart.validate._boundary import Traffic, batch_dim, check_order  # noqa: E402
 from simpart.validate._gradients import Updater, holder_groups  # noqa: E402
+from simpart.validate._launch import refuse_unsupported  # noqa: E402
 from simpart.validate._measure import Clock, peak_bytes, peak_rss_bytes, reset_peak_rss  # noqa: E402
-from simpart.validate._rank import Share, build_share, rank_table, refuse_unsupported  # noqa: E402
+from simpart.validate._rank import Share, build_share, rank_table  # noqa: E402
 from simpart.validate._reference import TOLERANCE, difference, reference_step  # noqa: E402
 from simpart.validate._runtime import Runner, message_shape  # noqa: E402
 from simpart.validate._transport import Transport, pair_groups  # noqa: E402
