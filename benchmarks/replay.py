@@ -1,6 +1,6 @@
-"""Do replayed kernels add up to a real step?  python benchmarks/replay.py [MODEL:BATCH …] [--processes N] [--repeat N]
+"""Do replayed kernels add up to a real step?  python benchmarks/replay.py [MODEL;BATCH …] [--processes N] [--repeat N]
 
-For each model N processes at once run forward and backward of the real module, and N processes at once replay its kernels.
+For each model N processes at once run forward and backward of the real module, and N at once replay its kernels.
 Prints JSON: every repeat of both (medians over the processes, CPU seconds of one thread) and the ratio of the sum of
 replayed kernels, each times its count, plus the measured overhead per kernel, to the real time.
 """
@@ -41,7 +41,8 @@ def main() -> None:
 def machine() -> dict[str, Any]:
     from simpart.hardware_profiles._environment import local_environment
 
-    return {"python": platform.python_version(), "processor": local_environment(1).processor, "torch": local_environment(1).torch}
+    here = local_environment(1)
+    return {"python": platform.python_version(), "processor": here.processor, "torch": here.torch}
 
 
 def compare(case: str, processes: int, repeat: int) -> dict[str, Any]:
@@ -64,7 +65,8 @@ def compare(case: str, processes: int, repeat: int) -> dict[str, Any]:
             "ratio": round((summed["forward_s"] + summed["backward_s"]) / (forward + backward), 3),
         })  # fmt: skip
         print(model, {k: v for k, v in runs[-1].items() if k.startswith("ratio")}, file=sys.stderr)
-    return {"model": model, "micro_batch": int(batch), "median_ratio": statistics.median(r["ratio"] for r in runs), "runs": runs}
+    median = statistics.median(r["ratio"] for r in runs)
+    return {"model": model, "micro_batch": int(batch), "median_ratio": median, "runs": runs}
 
 
 def replay(graph: Any, batch: int, processes: int) -> dict[str, float]:
@@ -169,7 +171,8 @@ def worker() -> None:
         start = time.perf_counter()
         steps.append(step())
         wall.append(time.perf_counter() - start)
-    print(json.dumps({"forward_s": [f for f, _ in steps], "backward_s": [b for _, b in steps], "wall_s": wall}), flush=True)
+    found = {"forward_s": [f for f, _ in steps], "backward_s": [b for _, b in steps], "wall_s": wall}
+    print(json.dumps(found), flush=True)
     while True:  # stay a busy neighbour until the others are done too
         step()
 

@@ -24,7 +24,7 @@ class MeasuredLinks:
 
     Per kind, number of ranks and `busy`, the log of the time is piecewise linear in the log of the bytes. Beyond the
     sizes measured, or for another number of ranks or several groups at once, it is the nearest point times `base`'s
-    ratio: extrapolated.
+    ratio: extrapolated. Times are lower quartiles: strangers on a machine lengthen a message, they never shorten it.
     """
 
     profiles: Profiles
@@ -92,6 +92,6 @@ def _curves(profiles: Profiles, devices: set[str], busy: bool) -> dict[tuple[str
 def _curve(records: Sequence[LinkRecord]) -> _Curve:
     return _Curve(
         bytes=tuple(r.bytes for r in records),
-        seconds=tuple(r.samples.median_s for r in records),
+        seconds=tuple(r.samples.lower_s for r in records),
         log_sds=tuple(log_sd(r.samples) for r in records),
     )
