@@ -40,7 +40,8 @@ class Net(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.second(torch.tanh(self.first(x)))
-        return misbehave(x, self.how).square().mean()
+        loss: torch.Tensor = misbehave(x, self.how).square().mean()
+        return loss
 
 
 def raising(micro_batch: int) -> tuple[nn.Module, tuple[Any, ...]]:

@@ -69,7 +69,7 @@ class Case:
         loss = module(*self.inputs)
         loss.backward()
         return (
-                float(loss.detach()),
+            float(loss.detach()),
             {n: p.grad for n, p in module.named_parameters() if p.grad is not None},
             dict(module.named_buffers()),
         )
@@ -219,7 +219,7 @@ class AsModule(nn.Module):
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -236,9 +236,15 @@ def test_torchs_schedule_runtime_gives_the_same_gradients(gpt: Case, rows: str, 
     token, one = torch.zeros(2, 1), torch.zeros(1, dtype=torch.float64)
     cpu = torch.device("cpu")
     first = PipelineStage(
-        AsModule(programs[0], gpt.inputs), 0, 2, cpu, input_args=(token,), output_args=(shape.clone().requires_grad_(),),
-        output_grads=(shape,), input_grads=(None,),
-    )  # fmt: skip
+        AsModule(programs[0], gpt.inputs),
+        0,
+        2,
+        cpu,
+        input_args=(token,),
+        output_args=(shape.clone().requires_grad_(),),
+        output_grads=(shape,),
+        input_grads=(None,),
+    )
     second = PipelineStage(
         AsModule(programs[1], gpt.inputs), 1, 2, cpu, input_args=(shape.clone().requires_grad_(),),
         output_args=(one.clone().requires_grad_(),), input_grads=(shape,),

@@ -1,4 +1,5 @@
-"""Plans on real processes: losses and gradients of one process, whatever the plan; and a run that fails ends soon, leaving nothing."""
+"""Plans on real processes: losses and gradients of one process, whatever the plan; and a run that fails ends soon,
+leaving nothing."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import os
 import time
 from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +37,9 @@ TIMEOUT_S = 120.0
 def graph_of(model: str) -> Graph:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
-        return capture(parse_model(model), (2, 3), model=model if "faulty" in model else canonical(model), shallow=False)
+        return capture(
+            parse_model(model), (2, 3), model=model if "faulty" in model else canonical(model), shallow=False
+        )
 
 
 @cache
@@ -62,7 +66,7 @@ def plan_file(
     group = structure.flat.op_group.tolist()
     bounds = [0, *(next(i for i in range(int(f * count), count) if min(group[i:]) >= i) for f in cuts), count]
     stages, groups, first = [], [], 0
-    for s, (begin, end) in enumerate(zip(bounds, bounds[1:], strict=False)):
+    for s, (begin, end) in enumerate(pairwise(bounds)):
         regions = [range(int(a * count), int(b * count)) for a, b in recompute]
         inside = tuple(OpSet.of(structure, r) for r in regions if begin <= r[0] and r[-1] < end)
         stages.append(Stage(ops=OpSet.of(structure, range(begin, end)), group=s, recompute=inside))
@@ -107,7 +111,8 @@ def virtual_stages() -> PlanFile:
     file = plan_file(GPT, [0.35, 0.7], [[2], [2], [2]], 2)
     plan = file.plan
     stages = tuple(
-        Stage(ops=stage.ops, group=g, recompute=stage.recompute) for stage, g in zip(plan.stages, (0, 1, 0), strict=True)
+        Stage(ops=stage.ops, group=g, recompute=stage.recompute)
+        for stage, g in zip(plan.stages, (0, 1, 0), strict=True)
     )
     small = Plan(
         graph=plan.graph, groups=plan.groups[:2], stages=stages, schedule=VIRTUAL,
@@ -154,7 +159,9 @@ def test_plans_on_three_processes_equal_one_process(tmp_path: Path) -> None:
 
 def test_a_raising_rank_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     error = failure(tmp_path, "raising")
-    assert str(error).startswith("rank 1 failed: StageError: stage 1, 1F0: op /simpart_tests.misbehave.default#0 failed")
+    assert str(error).startswith(
+        "rank 1 failed: StageError: stage 1, 1F0: op /simpart_tests.misbehave.default#0 failed"
+    )
     assert "the second rank has had enough" in error.details
 
 
@@ -215,7 +222,13 @@ def test_what_is_not_run_yet_is_refused(tmp_path: Path) -> None:
 
 
 def test_components_tell_waiting_for_a_transfer_from_waiting_for_work() -> None:
-    sender = [{"kind": "F", "start_s": 0.0, "end_s": 2.0}, {"kind": "send", "messages": [4], "start_s": 2.0, "end_s": 2.0}]
-    reader = [{"kind": "receive", "messages": [4], "start_s": 0.0, "end_s": 3.0}, {"kind": "B", "start_s": 3.0, "end_s": 4.0}]
+    sender = [
+        {"kind": "F", "start_s": 0.0, "end_s": 2.0},
+        {"kind": "send", "messages": [4], "start_s": 2.0, "end_s": 2.0},
+    ]
+    reader = [
+        {"kind": "receive", "messages": [4], "start_s": 0.0, "end_s": 3.0},
+        {"kind": "B", "start_s": 3.0, "end_s": 4.0},
+    ]
     found = components([sender, reader], 4.0)  # type: ignore[list-item]  # plain dicts, as read from JSON
     assert found == {"forward": 1.0, "backward": 0.5, "communication": 0.5, "optimizer": 0.0, "bubble and other": 2.0}

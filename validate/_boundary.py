@@ -1,4 +1,5 @@
-"""What crosses between stages: which part of which tensor each rank sends to which, in both directions, and in which order."""
+"""What crosses between stages: which part of which tensor each rank sends to which, in both directions, and in which
+order."""
 
 from __future__ import annotations
 
@@ -15,7 +16,18 @@ from simpart.plan import Plan
 from simpart.schedule import Action, Rows
 from simpart.sizes import Affine, TensorSpec
 
-__all__ = ["BoundaryValue", "Hop", "Message", "Piece", "Traffic", "batch_dim", "boundary_values", "check_order", "pieces", "split"]
+__all__ = [
+    "BoundaryValue",
+    "Hop",
+    "Message",
+    "Piece",
+    "Traffic",
+    "batch_dim",
+    "boundary_values",
+    "check_order",
+    "pieces",
+    "split",
+]
 
 Box = tuple[tuple[int, int], ...]
 """Per dim, where a part of a tensor begins and ends."""
@@ -99,7 +111,8 @@ def hops_of(values: Sequence[BoundaryValue], skips: str) -> tuple[Hop, ...]:
 
 
 def batch_dim(spec: TensorSpec) -> tuple[int, int] | None:
-    """(dim, elements per sample) along which samples lie one after the other; None where no single dim is a multiple of the batch.
+    """(dim, elements per sample) along which samples lie one after the other; None where no single dim is a multiple
+    of the batch.
 
     A dim `[b*s]` is taken to be batch-major, as flattening (b, s) makes it.
     """
@@ -110,7 +123,8 @@ def batch_dim(spec: TensorSpec) -> tuple[int, int] | None:
 
 
 def split(spec: TensorSpec, sizes: Sequence[int]) -> list[Box]:
-    """The box that each replica has of a tensor of the whole micro-batch; the same box for all when it does not depend on the batch."""
+    """The box that each replica has of a tensor of the whole micro-batch; the same box for all when it does not
+    depend on the batch."""
     shape = spec.shape(sum(sizes)) if spec.batched else spec.shape(0)
     whole: Box = tuple((0, n) for n in shape)
     if not spec.batched:
@@ -127,19 +141,24 @@ def split(spec: TensorSpec, sizes: Sequence[int]) -> list[Box]:
 
 
 def pieces(
-    value: BoundaryValue, source: Sequence[int], source_sizes: Sequence[int], destination: Sequence[int], sizes: Sequence[int]
+    value: BoundaryValue,
+    source: Sequence[int],
+    source_sizes: Sequence[int],
+    destination: Sequence[int],
+    sizes: Sequence[int],
 ) -> list[Piece]:
     """Transfers of a value from the replicas at ranks `source` to those at `destination`: what their boxes share.
 
-    Equal divisions pass whole tensors from replica to replica, whatever their dims mean. A tensor without a batch dim goes from one
-    replica to all. Raises UnsupportedError where samples cannot be told apart.
+    Equal divisions pass whole tensors from replica to replica, whatever their dims mean. A tensor without a batch dim
+    goes from one replica to all. Raises UnsupportedError where samples cannot be told apart.
     """
     if tuple(source_sizes) == tuple(sizes):
         return [Piece(a, b, None, None) for a, b in zip(source, destination, strict=True)]
     if not value.spec.batched:
         if len(source) > 1:
             raise UnsupportedError(
-                f"op {value.key[0]} makes a tensor without a batch dim on {len(source)} replicas and its reader has {len(destination)}; "
+                f"op {value.key[0]} makes a tensor without a batch dim on {len(source)} replicas and its reader "
+                f"has {len(destination)}; "
                 "use the same replicas on both sides of the cut"
             )
         return [Piece(source[0], b, None, None) for b in destination]
@@ -168,11 +187,13 @@ def box_size(box: Box) -> int:
 class Traffic:
     """All messages of a step that rank `rank` sends or receives, by action; the same tags on both sides.
 
-    `ranks[g]` are the ranks of group g's replicas. `outgoing` and `incoming` are keyed by the index of the action in the rank's row;
-    `channels[peer]` lists what comes from a peer in the order in which it is sent.
+    `ranks[g]` are the ranks of group g's replicas. `outgoing` and `incoming` are keyed by the index of the action in
+    the rank's row; `channels[peer]` lists what comes from a peer in the order in which it is sent.
     """
 
-    def __init__(self, plan: Plan, values: Sequence[BoundaryValue], rows: Rows, ranks: Sequence[Sequence[int]], rank: int) -> None:
+    def __init__(
+        self, plan: Plan, values: Sequence[BoundaryValue], rows: Rows, ranks: Sequence[Sequence[int]], rank: int
+    ) -> None:
         self.values = tuple(values)
         self.hops = hops_of(values, plan.skips)
         self.outgoing: dict[int, list[Message]] = defaultdict(list)
@@ -189,22 +210,45 @@ class Traffic:
             gradient = self.values[hop.value].carries_gradient
             for p, piece in enumerate(parts):
                 if piece.source != piece.destination:
-                    self.pairs |= {(piece.source, piece.destination), *([(piece.destination, piece.source)] if gradient else [])}
+                    self.pairs |= {
+                        (piece.source, piece.destination),
+                        *([(piece.destination, piece.source)] if gradient else []),
+                    }
                 if rank not in (piece.source, piece.destination):
                     continue
                 for m in range(plan.batch.micro_batches):
                     tag = 2 * ((h * plan.batch.micro_batches + m) * most + p)
-                    self._add(rank, Message(
-                        tag=tag, hop=h, micro_batch=m, gradient=False, sender=piece.source, receiver=piece.destination,
-                        sender_box=piece.source_box, receiver_box=piece.destination_box,
-                        sent_at=position[Action(hop.source, "F", m)], needed_at=position[Action(hop.destination, "F", m)],
-                    ))  # fmt: skip
+                    self._add(
+                        rank,
+                        Message(
+                            tag=tag,
+                            hop=h,
+                            micro_batch=m,
+                            gradient=False,
+                            sender=piece.source,
+                            receiver=piece.destination,
+                            sender_box=piece.source_box,
+                            receiver_box=piece.destination_box,
+                            sent_at=position[Action(hop.source, "F", m)],
+                            needed_at=position[Action(hop.destination, "F", m)],
+                        ),
+                    )
                     if gradient:
-                        self._add(rank, Message(
-                            tag=tag + 1, hop=h, micro_batch=m, gradient=True, sender=piece.destination, receiver=piece.source,
-                            sender_box=piece.destination_box, receiver_box=piece.source_box,
-                            sent_at=backward_at(position, hop.destination, m), needed_at=backward_at(position, hop.source, m),
-                        ))  # fmt: skip
+                        self._add(
+                            rank,
+                            Message(
+                                tag=tag + 1,
+                                hop=h,
+                                micro_batch=m,
+                                gradient=True,
+                                sender=piece.destination,
+                                receiver=piece.source,
+                                sender_box=piece.destination_box,
+                                receiver_box=piece.source_box,
+                                sent_at=backward_at(position, hop.destination, m),
+                                needed_at=backward_at(position, hop.source, m),
+                            ),
+                        )
         for received in self.channels.values():
             received.sort(key=lambda message: (message.sent_at, message.tag))
         for by_action in (self.outgoing, self.incoming):
@@ -226,7 +270,8 @@ def backward_at(position: dict[Action, int], stage: int, micro_batch: int) -> in
 
 
 def check_order(rows: Rows, edges: Sequence[tuple[int, int]]) -> None:
-    """Raise UserError unless the rows can run to the end: no action waits for one that waits for it. `edges` are pairs of stages."""
+    """Raise UserError unless the rows can run to the end: no action waits for one that waits for it. `edges` are
+    pairs of stages."""
     position = {action: i for row in rows for i, action in enumerate(row)}
     done = [0] * len(rows)
     group = {action.stage: g for g, row in enumerate(rows) for action in row}
@@ -249,5 +294,6 @@ def check_order(rows: Rows, edges: Sequence[tuple[int, int]]) -> None:
     for g, row in enumerate(rows):
         if done[g] < len(row):
             raise UserError(
-                f"the schedule cannot run: group {g} waits at {row[done[g]]} for an action that itself waits; reorder its rows"
+                f"the schedule cannot run: group {g} waits at {row[done[g]]} for an action that itself waits; "
+                f"reorder its rows"
             )

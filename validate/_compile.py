@@ -58,8 +58,9 @@ def compile_stage(
 ) -> StageProgram:
     """Compile the ops `ops` (sorted, clones included), which receive `inputs` and give `outputs`.
 
-    `parameters` and `buffers` (constants among them) offer tensors by their first names; those that are read are kept. Outputs are contiguous clones:
-    what leaves a stage shares no storage with what stays. Raises UserError for a region that cannot be recomputed as one piece.
+    `parameters` and `buffers` (constants among them) offer tensors by their first names; those that are read are
+    kept. Outputs are contiguous clones: what leaves a stage shares no storage with what stays. Raises UserError for a
+    region that cannot be recomputed as one piece.
     """
     builder = _Builder(exported, torch.device(device))
     boundary = [builder.receive(key) for key in inputs]
@@ -77,7 +78,9 @@ def compile_stage(
             instructions, recompute, exported.groups, keep=keep, written=written, slots=builder.slots
         )
     clones = []
-    ends = [(f"{op} (output {output} leaves the stage)", slot) for (op, output), slot in zip(outputs, leaving, strict=True)]
+    ends = [
+        (f"{op} (output {output} leaves the stage)", slot) for (op, output), slot in zip(outputs, leaving, strict=True)
+    ]
     for name, slot in [*ends, *(("the loss", slot) for slot in wanted)]:
         clones.append(builder.new_slot())
         instructions.append(
@@ -103,7 +106,11 @@ def compile_stage(
 def is_pick(node: fx.Node) -> bool:
     """True for the `getitem` that takes one output of an op with several."""
     source = node.args[0] if node.args else None
-    return node.target is operator.getitem and isinstance(source, fx.Node) and not isinstance(value_of(source), torch.Tensor)
+    return (
+        node.target is operator.getitem
+        and isinstance(source, fx.Node)
+        and not isinstance(value_of(source), torch.Tensor)
+    )
 
 
 def value_of(node: fx.Node) -> Any:
@@ -154,7 +161,9 @@ class _Builder:
         """The instruction of one op, and those that take its outputs apart."""
         node, name = self.exported.nodes[op], self.exported.ids[op]
         if node.op == "call_module":
-            raise UserError(f"op {name} calls the module {node.target} as a whole; stages run ops, so capture it as ops")
+            raise UserError(
+                f"op {name} calls the module {node.target} as a whole; stages run ops, so capture it as ops"
+            )
         self.current = name
         call: Callable[..., Any] = node.target if callable(node.target) else _Method(str(node.target))
         arguments = tuple(self.lower(a) for a in node.args)

@@ -1,4 +1,5 @@
-"""From accumulated gradients to updated parameters: sums over the ranks that hold a parameter, clipping, the optimizer."""
+"""From accumulated gradients to updated parameters: sums over the ranks that hold a parameter, clipping, the
+optimizer."""
 
 from __future__ import annotations
 
@@ -29,10 +30,11 @@ def holder_groups(holders: Mapping[str, tuple[int, ...]], world_size: int) -> di
 class Updater:
     """Owns the gradients of one rank's parameters and steps its optimizer.
 
-    Gradients of parameters that several ranks hold live in flat buffers, are summed in place by all-reduces of at most `BUCKET_BYTES`
-    and are zeroed after the step; those of others are dropped then (`set_to_none`). With `gradient_dtype` other than the
-    parameter's, every micro-batch's gradient is added to a buffer of that dtype. With `master_weights` the
-    optimizer works on float32 copies. Clipping scales by the norm over all parameters of the model, each counted once.
+    Gradients of parameters that several ranks hold live in flat buffers, are summed in place by all-reduces of at
+    most `BUCKET_BYTES` and are zeroed after the step; those of others are dropped then (`set_to_none`). With
+    `gradient_dtype` other than the parameter's, every micro-batch's gradient is added to a buffer of that dtype. With
+    `master_weights` the optimizer works on float32 copies. Clipping scales by the norm over all parameters of the
+    model, each counted once.
     """
 
     def __init__(
@@ -46,7 +48,9 @@ class Updater:
         self.training, self.groups, self.world_size = training, groups, world_size
         self.trained = {n: p for n, p in parameters.items() if p.requires_grad}
         self.share = {n: 1 / len(holders[n]) for n in self.trained}
-        self.master = {n: p.detach().float().requires_grad_() for n, p in self.trained.items()} if training.master_weights else {}
+        self.master = (
+            {n: p.detach().float().requires_grad_() for n, p in self.trained.items()} if training.master_weights else {}
+        )
         wanted = None if training.gradient_dtype is None else getattr(torch, training.gradient_dtype)
         self.separate = {n: wanted or p.dtype for n, p in self.trained.items() if wanted not in (None, p.dtype)}
         self.sums: dict[str, torch.Tensor] = {}
@@ -55,7 +59,9 @@ class Updater:
         for name, parameter in self.trained.items():
             if len(holders[name]) > 1:
                 order.setdefault((holders[name], self.separate.get(name, parameter.dtype)), []).append(name)
-        for (ranks, dtype), names in sorted(order.items(), key=lambda item: (len(item[0][0]), item[0][0], str(item[0][1]))):
+        for (ranks, dtype), names in sorted(
+            order.items(), key=lambda item: (len(item[0][0]), item[0][0], str(item[0][1]))
+        ):
             self._flatten(ranks, dtype, sorted(names))
         for name, dtype in self.separate.items():
             if name not in self.sums:
@@ -142,7 +148,8 @@ class Updater:
 
 
 def make_optimizer(training: TrainingSpec, targets: Sequence[torch.Tensor]) -> torch.optim.Optimizer:
-    """The recipe's optimizer; raises UnsupportedError where torch.optim keeps its state in another dtype than asked for."""
+    """The recipe's optimizer; raises UnsupportedError where torch.optim keeps its state in another dtype than asked
+    for."""
     dtypes = {t.dtype for t in targets}
     state = getattr(torch, training.state_dtype)
     if training.optimizer != "sgd" and not dtypes <= {state, torch.float64}:

@@ -36,11 +36,15 @@ def refuse_unsupported(plan: Plan) -> None:
     """Raise UnsupportedError for plans that are not run yet."""
     axes = [name for group in plan.groups for name, size in group.sharding_axes if size > 1]
     if axes:
-        raise UnsupportedError(f"mesh axis {axes[0]!r} splits kernels, which is not run yet; use pipeline stages and dp")
+        raise UnsupportedError(
+            f"mesh axis {axes[0]!r} splits kernels, which is not run yet; use pipeline stages and dp"
+        )
     if plan.shardings or any(stage.sharding for stage in plan.stages):
         raise UnsupportedError("kernel strategies are not run yet; leave the plan's shardings empty")
     if plan.state:
-        raise UnsupportedError("sharded parameters, gradients or optimizer state are not run yet; leave the plan's state empty")
+        raise UnsupportedError(
+            "sharded parameters, gradients or optimizer state are not run yet; leave the plan's state empty"
+        )
     if plan.mode != "eager":
         raise UnsupportedError(f"mode {plan.mode!r} is not run yet; use eager")
 
@@ -59,13 +63,16 @@ def prepare(
 ) -> None:
     """Write the folder that workers run from; all plans need the same number of devices.
 
-    `stall_s` is how long one rank waits for another before the run counts as hung (a quarter of `timeout_s`); `cpu` ignores GPUs.
+    `stall_s` is how long one rank waits for another before the run counts as hung (a quarter of `timeout_s`); `cpu`
+    ignores GPUs.
     """
     for file in files:
         refuse_unsupported(file.plan)
     counts = {file.plan.device_count for file in files}
     if len(counts) != 1:
-        raise UserError(f"plans run together must use the same number of devices, got {sorted(counts)}; run them one by one")
+        raise UserError(
+            f"plans run together must use the same number of devices, got {sorted(counts)}; run them one by one"
+        )
     if steps < 1 or warmup < 0:
         raise UserError(f"a run needs at least 1 step and no negative warm-up, got steps={steps}, warmup={warmup}")
     folder.mkdir(parents=True, exist_ok=True)
@@ -82,16 +89,35 @@ def prepare(
 
 
 def launch(
-    folder: Path, ranks: int, *, timeout_s: float = 300.0, progress: Callable[[float], None] | None = None, environment: dict[str, str] | None = None
+    folder: Path,
+    ranks: int,
+    *,
+    timeout_s: float = 300.0,
+    progress: Callable[[float], None] | None = None,
+    environment: dict[str, str] | None = None,
 ) -> None:
-    """Run a prepared folder on this machine with torchrun; returns when all ranks are done, and leaves no process behind.
+    """Run a prepared folder on this machine with torchrun; returns when all ranks are done, and leaves no process
+    behind.
 
     Raises RunFailed when a rank fails, dies or hangs, at the latest some seconds after `timeout_s`.
     """
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), "--max-restarts", "0",
-        "--redirects", "3", "--log-dir", str(folder / "log"), "-m", "simpart.validate._worker", str(folder),
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(ranks),
+        "--max-restarts",
+        "0",
+        "--redirects",
+        "3",
+        "--log-dir",
+        str(folder / "log"),
+        "-m",
+        "simpart.validate._worker",
+        str(folder),
+    ]
     own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
     begin = time.monotonic()
     seen: dict[int, psutil.Process] = {}
@@ -144,7 +170,8 @@ def _end(process: subprocess.Popen[bytes], seen: dict[int, psutil.Process]) -> N
 
 
 def _diagnosis(folder: Path, ranks: int, late_s: float | None) -> RunFailed:
-    """Which rank is to blame: the first that failed by itself; else one that died or hung while the others waited for it."""
+    """Which rank is to blame: the first that failed by itself; else one that died or hung while the others waited for
+    it."""
     errors = [json.loads(path.read_text()) for path in folder.glob("error-*.json")]
     errors.sort(key=lambda e: (e["kind"] == "communication", e["time"]))
     if errors and errors[0]["kind"] == "user":
@@ -152,7 +179,9 @@ def _diagnosis(folder: Path, ranks: int, late_s: float | None) -> RunFailed:
     if errors and errors[0]["kind"] == "error":
         first = errors[0]
         return RunFailed(f"rank {first['rank']} failed: {first['message']}", first["traceback"])
-    silent = sorted(set(range(ranks)) - {e["rank"] for e in errors} - {int(p.stem[7:]) for p in folder.glob("result-*.json")})
+    silent = sorted(
+        set(range(ranks)) - {e["rank"] for e in errors} - {int(p.stem[7:]) for p in folder.glob("result-*.json")}
+    )
     torchrun = (folder / "torchrun.log").read_text(errors="replace")
     codes = {int(r): int(c) for r, c in re.findall(r"rank\s*:\s*(\d+)[^\n]*\n\s*exitcode\s*:\s*(-?\d+)", torchrun)}
     for rank in silent:
@@ -164,7 +193,13 @@ def _diagnosis(folder: Path, ranks: int, late_s: float | None) -> RunFailed:
         stack = _log(folder, silent[0])
         frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack)
         place = f" at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
-        why = f"not done after {late_s:g} s" if late_s is not None else f"rank {errors[0]['rank']} waited for it in vain" if errors else "no result"
+        why = (
+            f"not done after {late_s:g} s"
+            if late_s is not None
+            else f"rank {errors[0]['rank']} waited for it in vain"
+            if errors
+            else "no result"
+        )
         return RunFailed(f"rank {silent[0]} hangs{place} ({why})", stack)
     if errors:
         return RunFailed(f"rank {errors[0]['rank']} lost its peers: {errors[0]['message']}", errors[0]["traceback"])

@@ -64,8 +64,8 @@ class Clock:
 def peak_bytes(run: Callable[[], Any], held: Sequence[torch.Tensor], device: torch.device) -> dict[str, int]:
     """Run once and find the most bytes allocated at once.
 
-    On CPU: bytes of the tensors held before, plus the highest running sum of the allocator's events (temporaries of kernels included).
-    On CUDA: the caching allocator's own counts, and what the device reports as used.
+    On CPU: bytes of the tensors held before, plus the highest running sum of the allocator's events (temporaries of
+    kernels included). On CUDA: the caching allocator's own counts, and what the device reports as used.
     """
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
@@ -80,7 +80,7 @@ def peak_bytes(run: Callable[[], Any], held: Sequence[torch.Tensor], device: tor
     before = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         run()
-    results = profile.profiler.kineto_results  # type: ignore[union-attr]  # set once the profile has ended
+    results = profile.profiler.kineto_results
     changes = sorted((e.start_ns(), i, e.nbytes()) for i, e in enumerate(results.events()) if e.name() == "[memory]")
     now = most = 0
     for _, _, size in changes:

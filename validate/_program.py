@@ -1,7 +1,8 @@
 """Local programs: a list of instructions over the numbered slots of a frame, on tensors of one process.
 
-Ops of the exported graph, recomputed regions and whatever moves a tensor from one placement to another are all instructions:
-a sharded stage differs from a whole one by conversions between its ops and by other callables where an op needs localising.
+Ops of the exported graph, recomputed regions and whatever moves a tensor from one placement to another are all
+instructions: a sharded stage differs from a whole one by conversions between its ops and by other callables where an
+op needs localising.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ class Slot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Instruction:
-    """`call(*arguments, **keywords)`, slots filled in, goes to the one slot of `outputs`; with `spread` the call returns one value for
-    each. Then the slots of `release` are emptied. `owner` is the op it belongs to, `name` what errors call it."""
+    """`call(*arguments, **keywords)`, slots filled in, goes to the one slot of `outputs`; with `spread` the call
+    returns one value for each. Then the slots of `release` are emptied. `owner` is the op it belongs to, `name` what
+    errors call it."""
 
     owner: int
     name: str
@@ -73,10 +75,13 @@ def _filled(value: Any, frame: list[Any]) -> Any:
 class Program:
     """Instructions over a frame of `slots` places: the caller gives `inputs`, gets `outputs`.
 
-    Values are dropped after their last use, so that only autograd keeps what backward needs. An op that fails raises StageError.
+    Values are dropped after their last use, so that only autograd keeps what backward needs. An op that fails raises
+    StageError.
     """
 
-    def __init__(self, instructions: Sequence[Instruction], inputs: Sequence[int], outputs: Sequence[int], slots: int) -> None:
+    def __init__(
+        self, instructions: Sequence[Instruction], inputs: Sequence[int], outputs: Sequence[int], slots: int
+    ) -> None:
         self.instructions = with_releases(instructions, keep={*inputs, *outputs})
         self.inputs, self.outputs, self.slots = tuple(inputs), tuple(outputs), slots
 
@@ -89,7 +94,9 @@ class Program:
             for instruction in self.instructions:
                 name = instruction.name
                 arguments = [_filled(a, frame) for a in instruction.arguments]
-                keywords = {k: _filled(a, frame) for k, a in instruction.keywords.items()} if instruction.keywords else {}
+                keywords = (
+                    {k: _filled(a, frame) for k, a in instruction.keywords.items()} if instruction.keywords else {}
+                )
                 with instruction.context() if instruction.context is not None else _NO_CONTEXT:
                     result = instruction.call(*arguments, **keywords)
                 if instruction.spread:

@@ -1,4 +1,5 @@
-"""What one rank holds of a plan: its stages compiled at its own micro-batch size, their parameters, who else holds these."""
+"""What one rank holds of a plan: its stages compiled at its own micro-batch size, their parameters, who else holds
+these."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ __all__ = ["Share", "build_share", "rank_table"]
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """One rank's part. `tensors` gives local shape and dtype of every boundary value; `holders` the ranks of every parameter;
-    `module` is a copy of the whole model, kept only when it is asked for."""
+    """One rank's part. `tensors` gives local shape and dtype of every boundary value; `holders` the ranks of every
+    parameter; `module` is a copy of the whole model, kept only when it is asked for."""
 
     rank: int
     group: int
@@ -58,7 +59,14 @@ def structure(file: PlanFile, micro_batch: int) -> tuple[Graph, Partition]:
 
 
 def build_share(
-    file: PlanFile, factory: Callable[[int], Any], rank: int, *, precision: str, device: torch.device, seed: int = 0, whole: bool = False
+    file: PlanFile,
+    factory: Callable[[int], Any],
+    rank: int,
+    *,
+    precision: str,
+    device: torch.device,
+    seed: int = 0,
+    whole: bool = False,
 ) -> Share:
     """Build the model from `seed`, keep and compile what the rank runs. `whole` keeps a copy of the entire module too.
 
@@ -76,7 +84,11 @@ def build_share(
     exported = export_ops(seeded, micro_batch, real=True, precision=precision)
     if exported.ids != graph.op_ids:
         differ = next((pair for pair in zip(exported.ids, graph.op_ids, strict=False) if pair[0] != pair[1]), None)
-        what = f"op {differ[0]} where the graph has {differ[1]}" if differ else f"{len(exported.ids)} ops, the graph {len(graph.op_ids)}"
+        what = (
+            f"op {differ[0]} where the graph has {differ[1]}"
+            if differ
+            else f"{len(exported.ids)} ops, the graph {len(graph.op_ids)}"
+        )
         raise MismatchError(f"the module is not the one the plan was made for: it has {what}; capture and plan again")
     names = exported.names
     all_parameters = {n: p for n, p in exported.module.named_parameters() if names[n] == n}
@@ -90,7 +102,8 @@ def build_share(
     own = boundary_values(graph, partition)
     if {v.key for v in own} != {v.key for v in values}:
         raise UnsupportedError(
-            "other values cross the cuts at micro-batch 1 than at larger ones; give all replicas at least 2 samples, or all 1"
+            "other values cross the cuts at micro-batch 1 than at larger ones; give all replicas at least 2 "
+            "samples, or all 1"
         )
     tensors: dict[Key, tuple[tuple[int, ...], torch.dtype]] = {}
     number = {op: i for i, op in enumerate(exported.ids)}

@@ -41,8 +41,8 @@ def reference_step(
 ) -> Reference:
     """One step over all micro-batches, each divided into `sizes` as the replicas of the loss's stage divide it.
 
-    `inputs(micro_batch, sizes)` gives each share's inputs. Where statistics of the batch go into buffers, every group must divide it
-    equally (raises UnsupportedError otherwise), and the buffers are those of the first replica.
+    `inputs(micro_batch, sizes)` gives each share's inputs. Where statistics of the batch go into buffers, every group
+    must divide it equally (raises UnsupportedError otherwise), and the buffers are those of the first replica.
     """
     module = copy.deepcopy(module)
     divisions = {tuple(sizes) for sizes in plan.batch.sizes}
@@ -77,7 +77,8 @@ def reference_step(
 def difference(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> tuple[float, str]:
     """Largest difference relative to each tensor's largest element, and whose it is.
 
-    An element below 1e-6 of the largest anywhere counts as that: gradients that are zero but for rounding have no relative error.
+    An element below 1e-6 of the largest anywhere counts as that: gradients that are zero but for rounding have no
+    relative error.
     """
     top = max((float(w.abs().max()) for w in wanted.values() if w.numel()), default=0.0)
     worst, where = 0.0, ""

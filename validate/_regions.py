@@ -22,8 +22,9 @@ def with_regions(
 ) -> list[Instruction]:
     """Gather each region (a set of ops) into one instruction.
 
-    `groups[op]` is the smallest op of its indivisible group, which goes wherever one of its ops goes; `keep` are slots needed after the
-    last instruction, `written` those of buffers that ops change. Raises UserError for a region that an op outside both depends on and feeds.
+    `groups[op]` is the smallest op of its indivisible group, which goes wherever one of its ops goes; `keep` are
+    slots needed after the last instruction, `written` those of buffers that ops change. Raises UserError for a region
+    that an op outside both depends on and feeds.
     """
     unit_of = _units({i.owner for i in instructions}, regions, groups)
     members: dict[int, list[Instruction]] = {}
@@ -50,7 +51,9 @@ def with_regions(
         arguments = tuple(Slot(s) for s in inputs)
         call = Recomputed(program, copied)
         result.append(
-            Instruction(owner=inside[0].owner, name=name, call=call, arguments=arguments, outputs=tuple(outputs), spread=True)
+            Instruction(
+                owner=inside[0].owner, name=name, call=call, arguments=arguments, outputs=tuple(outputs), spread=True
+            )
         )
     return result
 
@@ -78,7 +81,9 @@ def _units(ops: set[int], regions: Sequence[Collection[int]], groups: Sequence[i
     return {op: find(op) for op in ops}
 
 
-def _order(members: dict[int, list[Instruction]], read_by: dict[int, set[int]], readers: dict[int, set[int]]) -> list[int]:
+def _order(
+    members: dict[int, list[Instruction]], read_by: dict[int, set[int]], readers: dict[int, set[int]]
+) -> list[int]:
     """Units so that each comes after what it reads, else in the order of their first ops."""
     maker = {slot: unit for unit, inside in members.items() for i in inside for slot in i.outputs}
     waits = {unit: {maker[s] for s in read_by[unit] if s in maker} - {unit} for unit in members}

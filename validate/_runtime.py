@@ -1,8 +1,8 @@
 """The runtime: one rank's row of a schedule, action by action, then gradient sums, clipping and the optimizer.
 
-The loss of a step is the mean over micro-batches of the mean over samples: each replica's loss, itself a mean over its samples,
-counts with its share `samples / (samples of the micro-batch · micro-batches)`, so that all contributions add up to it, and gradients
-need no averaging anywhere, unequal replicas included.
+The loss of a step is the mean over micro-batches of the mean over samples: each replica's loss, itself a mean over
+its samples, counts with its share `samples / (samples of the micro-batch · micro-batches)`, so that all contributions
+add up to it, and gradients need no averaging anywhere, unequal replicas included.
 """
 
 from __future__ import annotations
@@ -42,7 +42,14 @@ class Runner:
     """Runs steps of a plan on one rank. `inputs(micro_batch)` gives the model's inputs for this rank's samples."""
 
     def __init__(
-        self, plan: Plan, share: Share, traffic: Traffic, transport: Transport, updater: Updater, row: Sequence[Action], clock: Clock
+        self,
+        plan: Plan,
+        share: Share,
+        traffic: Traffic,
+        transport: Transport,
+        updater: Updater,
+        row: Sequence[Action],
+        clock: Clock,
     ) -> None:
         self.plan, self.share, self.traffic, self.transport = plan, share, traffic, transport
         self.updater, self.row, self.clock = updater, row, clock
@@ -51,7 +58,9 @@ class Runner:
         self.passes: dict[tuple[int, int], _Pass] = {}
         self.loss: torch.Tensor | None = None
 
-    def step(self, inputs: Callable[[int], Sequence[Any]], *, before_update: Callable[[], None] | None = None) -> torch.Tensor | None:
+    def step(
+        self, inputs: Callable[[int], Sequence[Any]], *, before_update: Callable[[], None] | None = None
+    ) -> torch.Tensor | None:
         """One training step; returns this rank's contribution to the loss, None where no loss is computed."""
         self.loss = None
         self.transport.begin()
@@ -115,7 +124,7 @@ class Runner:
                 trained = [p for p in program.parameters.values() if p.requires_grad]
                 state.groups = backward_of_inputs(targets, gradients, leaves, trained)
             elif targets:
-                torch.autograd.backward(targets, gradients)  # type: ignore[arg-type]  # accepts edges
+                torch.autograd.backward(targets, gradients)
                 self.updater.accumulate()
             state.outputs.clear()
             state.loss = None
@@ -144,7 +153,8 @@ class Runner:
 
     # --- messages -----------------------------------------------------------------------------------------------------
     def _arrived(self, index: int, action: Action) -> dict[Key, torch.Tensor]:
-        """What an action needs from elsewhere, whole: values before a forward; before a backward, the sum of what readers send back."""
+        """What an action needs from elsewhere, whole: values before a forward; before a backward, the sum of what
+        readers send back."""
         messages = self.traffic.incoming.get(index, [])
         if not messages:
             return {}
@@ -160,7 +170,8 @@ class Runner:
         return found
 
     def _assembled(self, key: Key, parts: Sequence[Message]) -> torch.Tensor:
-        """One tensor of its pieces; whole ones (gradients from several replicas of a value without a batch dim) are summed."""
+        """One tensor of its pieces; whole ones (gradients from several replicas of a value without a batch dim) are
+        summed."""
         result: torch.Tensor | None = None
         for message in parts:
             tensor = self.transport.receive(message)
@@ -185,7 +196,9 @@ class Runner:
                 if tensor is None:  # nothing in this stage depends on it
                     shape, dtype = self.share.tensors[key]
                     tensor = torch.zeros(shape, dtype=dtype, device=self.share.device)
-                self.transport.send(message, tensor if message.sender_box is None else tensor[slices(message.sender_box)])
+                self.transport.send(
+                    message, tensor if message.sender_box is None else tensor[slices(message.sender_box)]
+                )
 
 
 def slices(box: Box) -> tuple[slice, ...]:

@@ -11,12 +11,13 @@ if TYPE_CHECKING:
 __all__ = ["COMPONENTS", "Event", "Timeline", "components", "measured_timelines", "predicted_timelines", "trace_of"]
 
 COMPONENTS = ("forward", "backward", "communication", "optimizer", "bubble and other")
-"""What a step consists of. Communication is exposed time only: waiting for a transfer that is under way, or in a gradient sum that
-everybody has entered."""
+"""What a step consists of. Communication is exposed time only: waiting for a transfer that is under way, or in a
+gradient sum that everybody has entered."""
 
 
 class Event(TypedDict, total=False):
-    """kind: F, B, I, W, send, receive (waiting for messages), reduce or optimizer. Times are seconds from the step's begin."""
+    """kind: F, B, I, W, send, receive (waiting for messages), reduce or optimizer. Times are seconds from the step's
+    begin."""
 
     kind: str
     stage: int
@@ -27,7 +28,14 @@ class Event(TypedDict, total=False):
 
 
 Timeline = Sequence[Event]
-_OF_KIND = {"F": "forward", "B": "backward", "I": "backward", "W": "backward", "optimizer": "optimizer", "send": "communication"}
+_OF_KIND = {
+    "F": "forward",
+    "B": "backward",
+    "I": "backward",
+    "W": "backward",
+    "optimizer": "optimizer",
+    "send": "communication",
+}
 
 
 def components(timelines: Sequence[Timeline], step_s: float) -> dict[str, float]:
@@ -37,14 +45,22 @@ def components(timelines: Sequence[Timeline], step_s: float) -> dict[str, float]
     >>> components(steps, 4.0)["forward"], components(steps, 4.0)["bubble and other"]
     (1.5, 2.5)
     """
-    sent = {tag: e["start_s"] for events in timelines for e in events if e["kind"] == "send" for tag in e.get("messages", ())}
+    sent = {
+        tag: e["start_s"]
+        for events in timelines
+        for e in events
+        if e["kind"] == "send"
+        for tag in e.get("messages", ())
+    }
     joins = sorted(e["start_s"] for events in timelines for e in events if e["kind"] == "reduce")
     total = dict.fromkeys(COMPONENTS, 0.0)
     for events in timelines:
         for event in events:
             start, end = event["start_s"], event["end_s"]
             if event["kind"] == "receive":
-                total["communication"] += end - min(end, max([start, *(sent.get(tag, end) for tag in event.get("messages", ()))]))
+                total["communication"] += end - min(
+                    end, max([start, *(sent.get(tag, end) for tag in event.get("messages", ()))])
+                )
             elif event["kind"] == "reduce":
                 total["communication"] += end - max([start, *(s for s in joins if s < end)])
             else:
@@ -71,7 +87,9 @@ def predicted_timelines(result: SimResult) -> list[Timeline]:
     for group in range(topology.groups):
         events: list[Event] = []
         before = 0.0
-        for task in topology.resource_order[topology.resource_indptr[group] : topology.resource_indptr[group + 1]].tolist():
+        for task in topology.resource_order[
+            topology.resource_indptr[group] : topology.resource_indptr[group + 1]
+        ].tolist():
             start, end = float(times.start_s[task]), float(times.end_s[task])
             edges = topology.predecessors[topology.indptr[task] : topology.indptr[task + 1]]
             sends = [int(e) for e in edges if topology.kind[e] == TaskKind.SEND]
@@ -98,7 +116,21 @@ def trace_of(measured: Sequence[Timeline], predicted: Sequence[Timeline]) -> dic
         for rank, events in enumerate(timelines):
             rows.append({"ph": "M", "pid": pid, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
             for event in events:
-                label = f"{event['stage']}{event['kind']}{event['micro_batch']}" if event["kind"] in "FBIW" else event["kind"]
+                label = (
+                    f"{event['stage']}{event['kind']}{event['micro_batch']}"
+                    if event["kind"] in "FBIW"
+                    else event["kind"]
+                )
                 begin, length = event["start_s"] * 1e6, (event["end_s"] - event["start_s"]) * 1e6
-                rows.append({"ph": "X", "pid": pid, "tid": rank, "name": label, "cat": event["kind"], "ts": begin, "dur": length})
+                rows.append(
+                    {
+                        "ph": "X",
+                        "pid": pid,
+                        "tid": rank,
+                        "name": label,
+                        "cat": event["kind"],
+                        "ts": begin,
+                        "dur": length,
+                    }
+                )
     return {"traceEvents": rows, "displayTimeUnit": "ms"}

@@ -15,7 +15,8 @@ __all__ = ["Transport", "pair_groups"]
 
 
 def pair_groups(traffic: Traffic, backend: str) -> dict[tuple[int, int], Any]:
-    """A process group for each pair (sender, receiver) under NCCL, which knows no tags; none under gloo. All ranks must call it."""
+    """A process group for each pair (sender, receiver) under NCCL, which knows no tags; none under gloo. All ranks
+    must call it."""
     if backend == "gloo":
         return {}
     return {pair: dist.new_group(list(pair), backend=backend) for pair in sorted(traffic.pairs)}
@@ -24,9 +25,10 @@ def pair_groups(traffic: Traffic, backend: str) -> dict[tuple[int, int], Any]:
 class Transport:
     """Sends and receives the messages of one step after another.
 
-    A peer's messages are received in the order in which it sends them, one action ahead of need, so that transfers run beside
-    computation and NCCL's order is kept. What is sent stays alive until a message from the receiver shows that it
-    arrived there, at the latest until the end of the step. `shape_of` gives shape and dtype of a whole message.
+    A peer's messages are received in the order in which it sends them, one action ahead of need, so that transfers
+    run beside computation and NCCL's order is kept. What is sent stays alive until a message from the receiver shows
+    that it arrived there, at the latest until the end of the step. `shape_of` gives shape and dtype of a whole
+    message.
     """
 
     def __init__(

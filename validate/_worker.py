@@ -1,6 +1,7 @@
 """What torchrun starts: `torchrun … -m simpart.validate._worker JOB`, one process per device of the plan.
 
-JOB is a folder with `job.json` and the plan files it names; every rank writes `result-RANK.json` into it, or `error-RANK.json`.
+JOB is a folder with `job.json` and the plan files it names; every rank writes `result-RANK.json` into it, or
+`error-RANK.json`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ import faulthandler
 import signal
 import sys
 
-faulthandler.register(signal.SIGTERM, all_threads=True, chain=True)  # before anything can hang: its stack goes to the log
+faulthandler.register(
+    signal.SIGTERM, all_threads=True, chain=True
+)  # before anything can hang: its stack goes to the log
 
 import contextlib  # noqa: E402
 import datetime  # noqa: E402
@@ -28,7 +31,7 @@ from simpart.errors import MismatchError, UnsupportedError, UserError  # noqa: E
 from simpart.files import dump_json, write_atomically  # noqa: E402
 from simpart.model_spec import UserFactory, parse_model  # noqa: E402
 from simpart.plan_format import PlanFile, load_plan  # noqa: E402
-from simpart.sizes import Affine, TensorSpec  # noqa: E402
+from simpart.sizes import TensorSpec  # noqa: E402
 from simpart.validate._boundary import Traffic, batch_dim, check_order  # noqa: E402
 from simpart.validate._gradients import Updater, holder_groups  # noqa: E402
 from simpart.validate._launch import refuse_unsupported  # noqa: E402
@@ -55,8 +58,12 @@ def main(folder: str) -> int:
     except Exception as error:
         kind = "user" if isinstance(error, UserError) else "communication" if _lost_peer(error) else "error"
         content = {
-            "rank": rank, "time": time.time(), "kind": kind, "message": _one_line(error), "traceback": traceback.format_exc(),
-        }  # fmt: skip
+            "rank": rank,
+            "time": time.time(),
+            "kind": kind,
+            "message": _one_line(error),
+            "traceback": traceback.format_exc(),
+        }
         write_atomically(job_dir / f"error-{rank}.json", dump_json(content))
         traceback.print_exc()
         sys.stderr.flush()
@@ -72,7 +79,14 @@ def _one_line(error: BaseException) -> str:
 def _lost_peer(error: BaseException) -> bool:
     """True when the failure says only that another rank went away or does not answer."""
     text = str(error)
-    marks = ("Connection closed by peer", "Connection reset", "Timed out waiting", "Broken pipe", "monitoredBarrier", "timeout")
+    marks = (
+        "Connection closed by peer",
+        "Connection reset",
+        "Timed out waiting",
+        "Broken pipe",
+        "monitoredBarrier",
+        "timeout",
+    )
     return isinstance(error, RuntimeError) and any(mark in text for mark in marks)
 
 
@@ -86,7 +100,10 @@ def _prepare(job: dict[str, Any]) -> torch.device:
             os.sched_setaffinity(0, {cores[local]})
     cuda = torch.cuda.is_available() and not job.get("cpu", False)
     if cuda and here > torch.cuda.device_count():
-        raise UserError(f"{here} processes need {here} GPUs here, there are {torch.cuda.device_count()}; start fewer on this machine")
+        raise UserError(
+            f"{here} processes need {here} GPUs here, there are {torch.cuda.device_count()}; start fewer on "
+            f"this machine"
+        )
     device = torch.device("cuda", local) if cuda else torch.device("cpu")
     if cuda:
         torch.cuda.set_device(device)
@@ -102,7 +119,9 @@ def _run(job: dict[str, Any], path: Path, rank: int, device: torch.device) -> di
     plan = file.plan
     refuse_unsupported(plan)
     if dist.get_world_size() != plan.device_count:
-        raise UserError(f"the plan uses {plan.device_count} devices, {dist.get_world_size()} processes run; start one per device")
+        raise UserError(
+            f"the plan uses {plan.device_count} devices, {dist.get_world_size()} processes run; start one per device"
+        )
     factory = parse_model(file.graph.model)
     precision = "float64" if check else file.graph.precision
     share = build_share(file, factory, rank, precision=precision, device=device, seed=job["seed"], whole=check)
@@ -111,7 +130,9 @@ def _run(job: dict[str, Any], path: Path, rank: int, device: torch.device) -> di
     check_order(rows, sorted({(hop.source, hop.destination) for hop in share.hops}))
     traffic = Traffic(plan, share.values, rows, rank_table(plan), rank)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    transport = Transport(traffic, rank, lambda m: message_shape(share, traffic, m), device, pair_groups(traffic, backend))
+    transport = Transport(
+        traffic, rank, lambda m: message_shape(share, traffic, m), device, pair_groups(traffic, backend)
+    )
     world = dist.get_world_size()
     updater = Updater(share.parameters, share.holders, holder_groups(share.holders, world), file.training, world)
     clock = Clock(device)
@@ -134,7 +155,13 @@ def _run(job: dict[str, Any], path: Path, rank: int, device: torch.device) -> di
         losses.append(0.0 if loss is None else float(loss))
     result["peak_rss_bytes"] = peak_rss_bytes()
     dist.barrier(control)
-    held = [*share.parameters.values(), *share.buffers.values(), *data.tensors(), *(b for _, b in updater.flat), *updater.sums.values()]
+    held = [
+        *share.parameters.values(),
+        *share.buffers.values(),
+        *data.tensors(),
+        *(b for _, b in updater.flat),
+        *updater.sums.values(),
+    ]
     state = updater.state_bytes()
     memory = peak_bytes(lambda: runner.step(mine), held, device)
     if device.type == "cpu":
@@ -161,7 +188,8 @@ def _same_everywhere(share: Share) -> None:
     for name, low, high in zip(names, lowest.tolist(), highest.tolist(), strict=True):
         if low != high:
             raise MismatchError(
-                f"parameter {name} is initialised differently on different ranks; let the factory make parameters before inputs "
+                f"parameter {name} is initialised differently on different ranks; let the factory make "
+                f"parameters before inputs "
                 "and from torch's global seed alone"
             )
 
@@ -169,7 +197,8 @@ def _same_everywhere(share: Share) -> None:
 class Data:
     """Inputs of every micro-batch of a step, the same on all ranks, and the part of them that a replica reads.
 
-    The factory's `inputs(micro_batch, generator)` draws them if it has one; else its example inputs serve every micro-batch.
+    The factory's `inputs(micro_batch, generator)` draws them if it has one; else its example inputs serve every
+    micro-batch.
     """
 
     def __init__(self, file: PlanFile, factory: Any, seed: int, dtype: torch.dtype, device: torch.device) -> None:
@@ -195,7 +224,9 @@ class Data:
     def part(self, micro_batch: int, sizes: Sequence[int], index: int) -> list[Any]:
         """The inputs of replica `index` when the samples of a micro-batch are divided as `sizes`."""
         start = sum(sizes[:index])
-        return [_samples(x, spec, start, sizes[index]) for x, spec in zip(self.whole[micro_batch], self.specs, strict=True)]
+        return [
+            _samples(x, spec, start, sizes[index]) for x, spec in zip(self.whole[micro_batch], self.specs, strict=True)
+        ]
 
     def parts(self, micro_batch: int, sizes: Sequence[int]) -> list[list[Any]]:
         return [self.part(micro_batch, sizes, i) for i in range(len(sizes))]
@@ -225,7 +256,8 @@ def _samples(value: Any, spec: TensorSpec | None, start: int, count: int) -> Any
     found = batch_dim(spec)
     if found is None:
         raise UnsupportedError(
-            f"an input of dims ({', '.join(map(str, spec.dims))}) cannot be divided among replicas; give it one dim of samples"
+            f"an input of dims ({', '.join(map(str, spec.dims))}) cannot be divided among replicas; give it one "
+            f"dim of samples"
         )
     dim, slope = found
     return value.narrow(dim, slope * start, slope * count)
@@ -236,14 +268,18 @@ def _check(
 ) -> dict[str, Any]:
     """One step here and in one process; the largest relative differences of loss, gradients, parameters and buffers."""
     if share.draws_random:
-        raise UnsupportedError("a model that draws random numbers cannot be checked against one process; set its dropout to 0")
+        raise UnsupportedError(
+            "a model that draws random numbers cannot be checked against one process; set its dropout to 0"
+        )
     assert share.module is not None
     writes = any(op.mutates_buffer for op in file.graph.op_classes)
     wanted = reference_step(share.module, file.training, file.plan, share.loss_sizes, data.parts, writes)
     gradients: dict[str, torch.Tensor] = {}
 
     def keep() -> None:
-        gradients.update({n: g.detach().cpu().clone() for n in updater.trained if (g := updater.gradient(n)) is not None})
+        gradients.update(
+            {n: g.detach().cpu().clone() for n in updater.trained if (g := updater.gradient(n)) is not None}
+        )
 
     loss = runner.step(mine, before_update=keep)
     total = torch.zeros((), dtype=torch.float64) if loss is None else loss.double().cpu().reshape(())
@@ -260,7 +296,8 @@ def _check(
     for what, where in (("loss", ""), ("gradients", name), ("buffers", buffer)):
         if not found[what] <= TOLERANCE:
             raise RuntimeError(
-                f"{what} differ from one process by {found[what]:.3g} relative (allowed {TOLERANCE:g}){' at ' + where if where else ''}"
+                f"{what} differ from one process by {found[what]:.3g} relative (allowed "
+                f"{TOLERANCE:g}){' at ' + where if where else ''}"
             )
     return found
 

@@ -13,7 +13,14 @@ from typing import TYPE_CHECKING, Any
 from simpart.errors import UserError
 from simpart.plan_format import PlanFile
 from simpart.validate._launch import collect, launch, prepare
-from simpart.validate._timeline import COMPONENTS, Timeline, components, measured_timelines, predicted_timelines, trace_of
+from simpart.validate._timeline import (
+    COMPONENTS,
+    Timeline,
+    components,
+    measured_timelines,
+    predicted_timelines,
+    trace_of,
+)
 
 if TYPE_CHECKING:
     from simpart.simulation import SimResult
@@ -23,8 +30,8 @@ __all__ = ["RankReport", "ValidationReport", "report_of", "validate"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankReport:
-    """One rank. `allocated_bytes` is the most that tensors held at once; `device_bytes` what the process (CPU: resident memory) or the
-    device (CUDA: used memory) showed."""
+    """One rank. `allocated_bytes` is the most that tensors held at once; `device_bytes` what the process (CPU:
+    resident memory) or the device (CUDA: used memory) showed."""
 
     rank: int
     group: int
@@ -38,7 +45,8 @@ class RankReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidationReport:
-    """Measured steps of a plan and, if it was simulated, their prediction. `step_s` is the median; `spread` (slowest - fastest) / median.
+    """Measured steps of a plan and, if it was simulated, their prediction. `step_s` is the median; `spread` (slowest
+    - fastest) / median.
 
     `losses` are of every step, warm-up included; `check` holds the largest relative differences from one process.
     """
@@ -125,7 +133,11 @@ def report_of(ranks: Sequence[Mapping[str, Any]], predicted: SimResult | None = 
     middle = sorted(range(count), key=lambda i: steps[i])[count // 2]
     timelines = measured_timelines(ranks, middle)
     checks = [rank["check"] for rank in ranks if "check" in rank]
-    worst = {name: max(c[name] for c in checks) for name in ("loss", "gradients", "parameters", "buffers")} if checks else None
+    worst = (
+        {name: max(c[name] for c in checks) for name in ("loss", "gradients", "parameters", "buffers")}
+        if checks
+        else None
+    )
     return ValidationReport(
         steps=steps,
         ranks=tuple(
@@ -159,12 +171,16 @@ def validate(
 ) -> ValidationReport:
     """Run a plan on this machine, one process per device of the plan.
 
-    `check` runs in float64 and compares loss, gradients and buffers of one step with one process running the unmodified module.
-    `folder` keeps the job and the logs. Raises UnsupportedError for a plan that cannot be run, RunFailed when a process fails.
+    `check` runs in float64 and compares loss, gradients and buffers of one step with one process running the
+    unmodified module. `folder` keeps the job and the logs. Raises UnsupportedError for a plan that cannot be run,
+    RunFailed when a process fails.
     """
     ranks = file.plan.device_count
     if nproc is not None and nproc != ranks:
-        raise UserError(f"the plan uses {ranks} devices, so it runs with {ranks} processes, got nproc={nproc}; leave --nproc out or plan again")
+        raise UserError(
+            f"the plan uses {ranks} devices, so it runs with {ranks} processes, got nproc={nproc}; leave "
+            f"--nproc out or plan again"
+        )
     with _folder(folder) as place:
         prepare(place, [file], steps=steps, warmup=warmup, check=check, timeout_s=timeout_s, stall_s=stall_s)
         launch(place, ranks, timeout_s=timeout_s, progress=progress)

@@ -25,16 +25,22 @@ __all__ = ["print_report", "validate"]
     "simpart validate plan.json --collect JOB"
 )
 @click.argument("plan", metavar="PLAN", type=click.Path(path_type=Path))
-@click.option("--nproc", type=int, default=None, help="Processes to start; must be the plan's devices, which is the default.")
+@click.option(
+    "--nproc", type=int, default=None, help="Processes to start; must be the plan's devices, which is the default."
+)
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed steps.")
 @click.option("--warmup", type=int, default=2, show_default=True, help="Steps before them.")
 @click.option("--check", is_flag=True, help="Run in float64 and compare loss and gradients with one process.")
-@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Trace of measured and predicted step to write.")
+@click.option(
+    "--trace", type=click.Path(path_type=Path), default=None, help="Trace of measured and predicted step to write."
+)
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds after which the run is ended.")
 @click.option("--store", type=click.Path(path_type=Path), default=None, help="Folder of profiles to predict from.")
 @click.option("--no-profiles", is_flag=True, help="Ignore measured profiles: predict from data sheets alone.")
 @click.option("--log-dir", type=click.Path(path_type=Path), default=None, help="Keep the job and its logs here.")
-@click.option("--prepare", type=click.Path(path_type=Path), default=None, help="Only write the job that torchrun runs elsewhere.")
+@click.option(
+    "--prepare", type=click.Path(path_type=Path), default=None, help="Only write the job that torchrun runs elsewhere."
+)
 @click.option("--collect", type=click.Path(path_type=Path), default=None, help="Only read the results of such a job.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def validate(
@@ -74,9 +80,16 @@ def validate(
     else:
         try:
             report = running.validate(
-                file, predicted=predicted, steps=steps, warmup=warmup, nproc=nproc, check=check, folder=log_dir, timeout_s=timeout,
+                file,
+                predicted=predicted,
+                steps=steps,
+                warmup=warmup,
+                nproc=nproc,
+                check=check,
+                folder=log_dir,
+                timeout_s=timeout,
                 progress=_progress(),
-            )  # fmt: skip
+            )
         except running.RunFailed as error:
             if error.details:
                 click.echo(error.details.rstrip(), err=True)
@@ -127,13 +140,23 @@ def print_report(report: ValidationReport) -> None:
 
     result = report.predicted
     row("step time (median)", None if result is None else result.step_s, report.step_s, human_seconds)
-    row("peak memory (tensors)", report.predicted_allocated_bytes, report.allocated_bytes, lambda x: human_bytes(int(x)))
-    row("peak memory (process)", None if result is None else result.peak_bytes, report.device_bytes, lambda x: human_bytes(int(x)))
+    row(
+        "peak memory (tensors)", report.predicted_allocated_bytes, report.allocated_bytes, lambda x: human_bytes(int(x))
+    )
+    row(
+        "peak memory (process)",
+        None if result is None else result.peak_bytes,
+        report.device_bytes,
+        lambda x: human_bytes(int(x)),
+    )
     for name, seconds in report.components.items():
         row(f"  {name}", seconds.get("predicted_s"), seconds["measured_s"], human_seconds)
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
-    console.print(f"{len(report.steps)} steps, spread {report.spread:.1%} of the median; loss {report.losses[0]:.4g} → {report.losses[-1]:.4g}")
+    console.print(
+        f"{len(report.steps)} steps, spread {report.spread:.1%} of the median; loss {report.losses[0]:.4g} → "
+        f"{report.losses[-1]:.4g}"
+    )
     if report.check is not None:
         worst = max(report.check[name] for name in ("loss", "gradients", "buffers"))
         console.print(f"equal to one process in float64: loss, gradients and buffers differ by at most {worst:.1e}")
