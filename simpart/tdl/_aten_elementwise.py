@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from simpart.tdl.expression import ALL, Access, Expression, Max, Min, Prod, Sum, Tensor, as_expression, extent, hidden, opaque
+from simpart.tdl.expression import (
+    ALL,
+    Access,
+    Expression,
+    Max,
+    Min,
+    Prod,
+    Sum,
+    Tensor,
+    as_expression,
+    extent,
+    hidden,
+    opaque,
+)
 from simpart.tdl.index import Index
 from simpart.tdl.registry import describe
 
@@ -38,12 +51,13 @@ def pointwise(*arguments: Any, **named: Any) -> Any:
 
 
 _POINTWISE = """
-    pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p abs sign sgn sin cos tan asin acos atan atan2 sinh cosh tanh sigmoid
-    erf erfc erfinv reciprocal ceil floor round trunc frac clamp clamp_min clamp_max minimum maximum eq ne lt le gt ge logical_and
-    logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not bitwise_xor isnan isinf isfinite relu relu6 gelu silu
-    mish elu celu selu leaky_relu hardtanh hardswish hardsigmoid softplus softsign threshold remainder fmod floor_divide
-    ones_like full_like empty_like rand_like randn_like fill hypot nan_to_num xlogy bernoulli bucketize
-    log_sigmoid_forward logit fmax fmin heaviside copysign sinc __and__ __or__ __xor__ bitwise_left_shift
+    pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p abs sign sgn sin cos tan asin acos atan atan2 sinh
+    cosh tanh sigmoid erf erfc erfinv reciprocal ceil floor round trunc frac clamp clamp_min clamp_max minimum
+    maximum eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
+    bitwise_xor isnan isinf isfinite relu relu6 gelu silu mish elu celu selu leaky_relu hardtanh hardswish
+    hardsigmoid softplus softsign threshold remainder fmod floor_divide ones_like full_like empty_like rand_like
+    randn_like fill hypot nan_to_num xlogy bernoulli bucketize log_sigmoid_forward logit fmax fmin heaviside
+    copysign sinc __and__ __or__ __xor__ bitwise_left_shift
 """
 describe(*(f"aten.{name}" for name in _POINTWISE.split()))(pointwise)
 describe("aten.native_dropout")(lambda x, *_: (lambda *i: hidden(x[i]), lambda *i: hidden(x[i])))
@@ -72,9 +86,9 @@ describe("aten.sub")(lambda a, b, alpha=1: lambda *i: at(a, i) - alpha * at(b, i
 describe("aten.rsub")(lambda a, b, alpha=1: lambda *i: at(b, i) - alpha * at(a, i))
 describe("aten.mul")(lambda a, b: lambda *i: at(a, i) * at(b, i))
 describe("aten.neg")(lambda a: lambda *i: -a[i])
-describe("aten.clone", "aten.detach", "aten.alias", "aten._to_copy", "aten.contiguous", "aten.lift_fresh_copy", "aten.to")(
-    lambda a, *_, **__: lambda *i: a[i]
-)
+describe(
+    "aten.clone", "aten.detach", "aten.alias", "aten._to_copy", "aten.contiguous", "aten.lift_fresh_copy", "aten.to"
+)(lambda a, *_, **__: lambda *i: a[i])
 describe("aten.copy")(lambda a, b, *_: lambda *i: 0 * a[i] + b.aligned(i))
 describe("aten.zeros_like")(lambda a, *_, **__: lambda *i: 0 * a[i])
 describe("aten.where")(lambda c, a, b: lambda *i: hidden(at(c, i)) * at(a, i) + hidden(at(c, i)) * at(b, i))

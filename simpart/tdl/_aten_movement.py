@@ -29,7 +29,8 @@ def view(x: Tensor, size: Sequence[int], *_: Any) -> Any:
 
 
 def reshaped(x: Tensor, i: Coordinates, size: Sequence[int]) -> Expression:
-    """`x` read in row-major order at coordinates `i` of shape `size`. Dims that share no factors stay whole together."""
+    """`x` read in row-major order at coordinates `i` of shape `size`. Dims that share no factors stay whole
+    together."""
     place: list[Any] = [0] * x.rank
     inner: list[Index] = []
     for ins, outs in _groups(x.shape, size):
@@ -163,7 +164,9 @@ def flip(x: Tensor, dims: Sequence[int]) -> Any:
 @describe("aten.roll")
 def roll(x: Tensor, shifts: Any, dims: int | Sequence[int] = ()) -> Any:
     gone = [d % max(x.rank, 1) for d in ([dims] if isinstance(dims, int) else dims)] or list(range(x.rank))
-    return lambda *i: opaque(linear=[x[tuple(ALL if d in gone else j for d, j in enumerate(i))]])[tuple(i[d] for d in gone)]
+    return lambda *i: opaque(linear=[x[tuple(ALL if d in gone else j for d, j in enumerate(i))]])[
+        tuple(i[d] for d in gone)
+    ]
 
 
 @describe("aten.constant_pad_nd")
@@ -235,12 +238,16 @@ def stack(tensors: Sequence[Tensor], dim: int = 0) -> Any:
 # --- made from nothing -----------------------------------------------------------------------------------------------
 describe("aten.zeros", "aten.scalar_tensor")(lambda *_, **__: lambda *i: Constant(0))
 describe("aten.ones", "aten.full", "aten.empty")(lambda *_, **__: lambda *i: hidden())
-describe("aten.rand", "aten.randn", "aten.randint", "aten.bernoulli_", "aten.empty_strided")(lambda *_, **__: lambda *i: hidden())
+describe("aten.rand", "aten.randn", "aten.randint", "aten.bernoulli_", "aten.empty_strided")(
+    lambda *_, **__: lambda *i: hidden()
+)
 describe("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty", "aten.new_empty_strided")(
     lambda x, *_, **__: lambda *i: hidden()
 )
 describe("aten.arange", "aten.linspace")(lambda *_, **__: lambda i: hidden(Position(i)))
-describe("aten.eye", "aten.tril_indices", "aten.triu_indices")(lambda *_, **__: lambda i, j: hidden(Position(i), Position(j)))
+describe("aten.eye", "aten.tril_indices", "aten.triu_indices")(
+    lambda *_, **__: lambda i, j: hidden(Position(i), Position(j))
+)
 
 
 @describe("aten.tril", "aten.triu")

@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from simpart.tdl.expression import ALL, Access, Expression, Max, Opaque, Sum, Tensor, equal, extent, hidden, opaque, shared
+from simpart.tdl.expression import (
+    ALL,
+    Access,
+    Expression,
+    Max,
+    Opaque,
+    Sum,
+    Tensor,
+    equal,
+    extent,
+    hidden,
+    opaque,
+    shared,
+)
 from simpart.tdl.index import Index
 from simpart.tdl.registry import describe
 
@@ -130,7 +143,8 @@ def batch_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor | None, variance: Tensor | None, training: bool,
     momentum: float, eps: float, *_: Any,
 ) -> Any:  # fmt: skip
-    """Training: statistics of the whole batch, agreed on when samples are cut. New running statistics are further outputs."""
+    """Training: statistics of the whole batch, agreed on when samples are cut. New running statistics are further
+    outputs."""
     others = (x.shape[0], *x.shape[2:])
 
     def moment(c: Index, name: str) -> Expression:
@@ -207,7 +221,8 @@ def softmax_backward(dy: Tensor, y: Tensor, dim: int, *_: Any, **__: Any) -> Any
 # --- losses ----------------------------------------------------------------------------------------------------------
 @describe("aten.nll_loss_forward", "aten.nll_loss2d_forward")
 def nll_loss(logp: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignored: int) -> Any:
-    """Minus the log-probability of each target; the mean divides by the number of counted targets, on which members agree."""
+    """Minus the log-probability of each target; the mean divides by the number of counted targets, on which members
+    agree."""
     classes = 1 if logp.rank > 1 else 0
 
     def at(t: Coordinates, c: Index) -> Access:
@@ -250,7 +265,9 @@ def nll_loss_backward(
 def elementwise_loss(x: Tensor, y: Tensor, *rest: Any, **named: Any) -> Any:
     """`reduction` is the first whole number after the tensors: 0 none, 1 mean, 2 sum."""
     more = [t for t in (*rest, *named.values()) if isinstance(t, Tensor)]
-    reduction = next((r for r in (*rest, named.get("reduction", 1)) if isinstance(r, int) and not isinstance(r, bool)), 1)
+    reduction = next(
+        (r for r in (*rest, named.get("reduction", 1)) if isinstance(r, int) and not isinstance(r, bool)), 1
+    )
 
     def each(*i: Index) -> Expression:
         value = hidden(x.aligned(i), y.aligned(i), *(t.aligned(i) for t in more))

@@ -46,7 +46,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 @describe("aten._grouped_mm")
 def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Any:
     """Rows of `a`, sorted by expert, times the expert's matrix: which rows is data, so rows are not cut."""
-    return lambda t, j: Sum(lambda k: some(a[:, k])[t] * hidden(offsets[0 if offsets.shape[0] == 1 else k * 0]) * some(b[:, k, j]))
+    return lambda t, j: Sum(lambda k: some(a[:, k])[t] * some(b[:, k, j]) * opaque(offsets[:])[t])
 
 
 # --- convolution -----------------------------------------------------------------------------------------------------
@@ -81,7 +81,10 @@ def convolution(
         def term(i: Index) -> Expression:
             if not beside:
                 return some(x[(n, group + i, *[ALL] * dims)])[s] * some(weight[(group + i, o % per_out, *[ALL] * dims)])
-            place, inside = [a // t for a, t in zip(s, steps, strict=True)], [a % t for a, t in zip(s, steps, strict=True)]
+            place, inside = (
+                [a // t for a, t in zip(s, steps, strict=True)],
+                [a % t for a, t in zip(s, steps, strict=True)],
+            )
             return x[(n, group + i, *place)] * weight[(group + i, o % per_out, *inside)] * whole(*inside)
 
         return Sum(term, extents=(per_in,))
@@ -129,9 +132,16 @@ def convolution_backward(
 # --- attention -------------------------------------------------------------------------------------------------------
 @describe("aten._scaled_dot_product_flash_attention_for_cpu")
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, attn_mask: Tensor | None = None, **_: Any
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout: float = 0.0,
+    causal: bool = False,
+    attn_mask: Tensor | None = None,
+    **_: Any,
 ) -> Any:
-    """Heads and samples are independent; queries too unless a causal mask counts their positions. Query heads may share keys."""
+    """Heads and samples are independent; queries too unless a causal mask counts their positions. Query heads may
+    share keys."""
     share = q.shape[1] // k.shape[1]
 
     def scores(b: Index, h: Index, s: Index) -> tuple[list[Access], Access, list[Index]]:
@@ -201,12 +211,16 @@ def gather(x: Tensor, dim: int, index: Tensor, sparse_grad: bool = False) -> Any
 @describe("aten.scatter_add")
 def scatter_add(x: Tensor, dim: int, index: Tensor, source: Tensor) -> Any:
     d = dim % max(x.rank, 1)
-    if index.shape != source.shape or any(a != b for k, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if k != d):
+    same = [a == b for k, (a, b) in enumerate(zip(x.shape, index.shape, strict=True)) if k != d]
+    if index.shape != source.shape or not all(same):
         return lambda *i: _along_all(i, x, index, source)
 
     def added(*i: Index) -> Expression:
-        place = lambda t: (*i[:d], t, *i[d + 1 :])  # noqa: E731
-        return x[i] + Sum(lambda t: equal(index[place(t)], i[d]) * source[place(t)])
+        def term(t: Index) -> Expression:
+            place = (*i[:d], t, *i[d + 1 :])
+            return equal(index[place], i[d]) * source[place]
+
+        return x[i] + Sum(term)
 
     return added
 

@@ -52,7 +52,9 @@ class Expression:
         return Binary("*", Constant(-1), self)
 
     def __bool__(self) -> bool:
-        raise DescriptionError("a description has no branches on data, got a test of a tensor element; use an opaque function")
+        raise DescriptionError(
+            "a description has no branches on data, got a test of a tensor element; use an opaque function"
+        )
 
     @property
     def parts(self) -> tuple[Expression, ...]:
@@ -153,7 +155,8 @@ class Position(Expression):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pick(Expression):
-    """1 where an integer tensor's element equals a variable, else 0: how rows are looked up. Cutting the variable masks rows."""
+    """1 where an integer tensor's element equals a variable, else 0: how rows are looked up. Cutting the variable
+    masks rows."""
 
     element: Access
     index: Index
@@ -184,7 +187,8 @@ class Choose(Expression):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Shared(Expression):
-    """A statistic that members of a group agree on in the middle of the kernel: partial ones are all-reduced, once per name."""
+    """A statistic that members of a group agree on in the middle of the kernel: partial ones are all-reduced, once
+    per name."""
 
     body: Expression
     name: str
@@ -230,7 +234,8 @@ class Tensor:
         raise DescriptionError(f"{self.name} is a tensor; index it, a description has no loops over data")
 
     def aligned(self, coordinates: Sequence[Any]) -> Access:
-        """The element that broadcasting pairs with these output coordinates: trailing dims, 0 where this tensor has one."""
+        """The element that broadcasting pairs with these output coordinates: trailing dims, 0 where this tensor has
+        one."""
         if self.rank > len(coordinates):
             raise DescriptionError(f"{self.name} has {self.rank} dims, more than the {len(coordinates)} coordinates")
         last = coordinates[len(coordinates) - self.rank :]
@@ -274,7 +279,9 @@ def _reduction(reducer: ReducerName, body: Callable[..., Any], extents: Sequence
     if extents is None:
         parameters = inspect.signature(body).parameters.values()
         if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
-            raise DescriptionError("a reduction over *r needs the sizes of its variables: Sum(lambda *r: …, extents=(…))")
+            raise DescriptionError(
+                "a reduction over *r needs the sizes of its variables: Sum(lambda *r: …, extents=(…))"
+            )
         sizes: Sequence[int | None] = [None] * len(parameters)
     else:
         sizes = extents
@@ -282,28 +289,30 @@ def _reduction(reducer: ReducerName, body: Callable[..., Any], extents: Sequence
     return Reduction(reducer, tuple(variables), as_expression(body(*map(Index.of, variables))))
 
 
-def Sum(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:  # noqa: N802
-    """Sum over the lambda's variables: `Sum(lambda k: a[i, k] * b[k, j])`. Sizes come from the dims they index, or `extents`."""
+def Sum(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:
+    """Sum over the lambda's variables: `Sum(lambda k: a[i, k] * b[k, j])`. Sizes come from the dims they index, or
+    `extents`."""
     return _reduction("sum", body, extents)
 
 
-def Max(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:  # noqa: N802
+def Max(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:
     """Largest value over the lambda's variables."""
     return _reduction("max", body, extents)
 
 
-def Min(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:  # noqa: N802
+def Min(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:
     """Smallest value over the lambda's variables."""
     return _reduction("min", body, extents)
 
 
-def Prod(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:  # noqa: N802
+def Prod(body: Callable[..., Any], extents: Sequence[int] | None = None) -> Reduction:
     """Product over the lambda's variables."""
     return _reduction("prod", body, extents)
 
 
 def opaque(*arguments: object, linear: Sequence[object] = ()) -> Opaque:
-    """Some function of slices: `opaque(x[b, :])[j]`. It is jointly linear in the `linear` arguments, which come last."""
+    """Some function of slices: `opaque(x[b, :])[j]`. It is jointly linear in the `linear` arguments, which come
+    last."""
     known = tuple(map(as_expression, arguments))
     moving = tuple(map(as_expression, linear))
     return Opaque((*known, *moving), tuple(range(len(known), len(known) + len(moving))))
@@ -315,7 +324,8 @@ def hidden(*arguments: object) -> Opaque:
 
 
 def equal(element: object, index: Index) -> Pick:
-    """1 where the integer element equals the index, else 0: `Sum(lambda v: equal(ids[t], v) * table[v, h])` looks rows up."""
+    """1 where the integer element equals the index, else 0: `Sum(lambda v: equal(ids[t], v) * table[v, h])` looks
+    rows up."""
     if not isinstance(element, Access) or not isinstance(index, Index) or index.alone is None:
         raise DescriptionError("equal(…) compares a tensor element with one index variable, as in equal(ids[t], v)")
     return Pick(element, index)
@@ -335,10 +345,12 @@ def choose(index: Index, branches: Sequence[object]) -> Choose:
 
 
 def shared(body: object, name: str) -> Shared:
-    """A statistic all members must know before the kernel goes on (mean of a batch norm): all-reduced when its loop is cut."""
+    """A statistic all members must know before the kernel goes on (mean of a batch norm): all-reduced when its loop
+    is cut."""
     return Shared(as_expression(body), name)
 
 
 def whole(*indices: Index) -> Opaque:
-    """A factor that keeps loops whole: the kernel has no argument to run on part of them (the taps of a convolution)."""
+    """A factor that keeps loops whole: the kernel has no argument to run on part of them (the taps of a
+    convolution)."""
     return opaque(*map(Position, indices))

@@ -1,4 +1,5 @@
-"""Index expressions: affine in loop variables, and in their digits when a variable is read as several (`i // 16`, `i % 16`)."""
+"""Index expressions: affine in loop variables, and in their digits when a variable is read as several (`i // 16`,
+`i % 16`)."""
 
 from __future__ import annotations
 
@@ -18,9 +19,9 @@ class DescriptionError(UserError):
 
 
 class Variable:
-    """A loop variable. Coordinates know their `size` when a description is called; reduction variables learn it from the dims
-    they index. Variables of one name and size in one description are the same loop. `loose` ones come from `*i`: equal names
-    with other sizes are other loops, not a mistake.
+    """A loop variable. Coordinates know their `size` when a description is called; reduction variables learn it
+    from the dims they index. Variables of one name and size in one description are the same loop. `loose` ones come
+    from `*i`: equal names with other sizes are other loops, not a mistake.
     """
 
     __slots__ = ("loose", "name", "size")
@@ -58,7 +59,8 @@ class Digit(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Index:
-    """`Σ coefficient · digit + constant`. Arithmetic with whole numbers and other indices; products of indices are refused."""
+    """`Σ coefficient · digit + constant`. Arithmetic with whole numbers and other indices; products of indices are
+    refused."""
 
     terms: tuple[tuple[Digit, Number], ...]
     constant: Number = 0
@@ -151,10 +153,12 @@ class Index:
         return self._digits(other, "%")[1]
 
     def __bool__(self) -> bool:
-        raise DescriptionError(f"a description has no branches on coordinates, got a test of {self}; use equal() or choose()")
+        raise DescriptionError(
+            f"a description has no branches on coordinates, got a test of {self}; use equal() or choose()"
+        )
 
     def __index__(self) -> int:
-        raise DescriptionError(f"a coordinate is no number while a description is traced, got {self} where one is needed")
+        raise DescriptionError(f"a coordinate is no number while tracing, got {self} where a number is needed")
 
     def _digits(self, other: object, sign: str) -> tuple[Index, Index]:
         """Quotient and remainder by a number that cuts the index between two digits or inside one."""
@@ -162,7 +166,9 @@ class Index:
         if base < 1 or base != int(base):
             raise DescriptionError(f"{sign} in an index takes a whole number >= 1, got ({self}){sign}{base}")
         base = int(base)
-        failure = DescriptionError(f"an index must be affine, ({self}){sign}{base} falls between its digits; make the sizes divide")
+        failure = DescriptionError(
+            f"an index must be affine, ({self}){sign}{base} falls between its digits; make the sizes divide"
+        )
         upper: list[tuple[Digit, Number]] = []
         lower: list[tuple[Digit, Number]] = []
         reach = 1
@@ -198,7 +204,9 @@ def _number(other: object, sign: str, index: Index) -> Number:
     if isinstance(other, int | Fraction) and not isinstance(other, bool):
         return other
     if isinstance(other, Index):
-        raise DescriptionError(f"an index must be affine, ({index}){sign}({other}) combines index variables; use a constant")
+        raise DescriptionError(
+            f"an index must be affine, ({index}){sign}({other}) combines index variables; use a constant"
+        )
     raise DescriptionError(f"an index must be affine, ({index}){sign}… takes a whole number, got {_described(other)}")
 
 

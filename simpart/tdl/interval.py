@@ -1,4 +1,5 @@
-"""Symbolic intervals: lower and upper bound are affine in size symbols, each with its own constant; bounds are inclusive.
+"""Symbolic intervals: lower and upper bound are affine in size symbols, each with its own constant; bounds are
+inclusive.
 
 Tofu prints one shared constant, which can say neither a halo nor a negative factor; so the two are separate here, and a
 negative factor swaps them.
@@ -69,7 +70,9 @@ class Interval:
 
     def __mul__(self, factor: object) -> Interval:
         if not isinstance(factor, int | Fraction):
-            raise DescriptionError("intervals are multiplied by constants only; the product of two index ranges is not affine")
+            raise DescriptionError(
+                "intervals are multiplied by constants only; the product of two index ranges is not affine"
+            )
         low, high = self.lower.times(factor), self.upper.times(factor)
         return Interval(high, low) if factor < 0 else Interval(low, high)
 

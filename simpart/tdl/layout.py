@@ -1,4 +1,5 @@
-"""How cutting a loop cuts a tensor dim: an index and a cut digit give a shard, a strided shard, or a shard with a halo."""
+"""How cutting a loop cuts a tensor dim: an index and a cut digit give a shard, a strided shard, or a shard with a
+halo."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Unsplittable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """The digit of a loop that is divided among the members: steps `(v // low) % (high / low)`, in consecutive chunks."""
+    """The digit of a loop that is divided among the members: steps `(v // low) % (high / low)`, in consecutive
+    chunks."""
 
     low: int
     high: int
@@ -31,8 +33,9 @@ Cuts = Mapping[Key, Cut]
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """What member `part` reads of a dim when its loop is cut with a halo: from `step · first + before` to `step · last + after`,
-    both inclusive, for the loop steps first … last of the part. It may leave the tensor: zeros lie there."""
+    """What member `part` reads of a dim when its loop is cut with a halo: from `step · first + before` to `step ·
+    last + after`, both inclusive, for the loop steps first … last of the part. It may leave the tensor: zeros lie
+    there."""
 
     step: int
     before: int
@@ -61,7 +64,8 @@ def chunk(size: int, members: int, part: int) -> tuple[int, int]:
 
 
 def cuts_of(index: Index, cuts: Cuts) -> list[tuple[int, int, int]]:
-    """(term number, low, high) of the digits of an index that are cut; raises Unsplittable where a cut straddles digits."""
+    """(term number, low, high) of the digits of an index that are cut; raises Unsplittable where a cut straddles
+    digits."""
     found = []
     for number, (digit, _) in enumerate(index.terms):
         cut = cuts.get(digit.variable.key)

@@ -44,8 +44,8 @@ def _with(shape: Shape, dim: int, size: int) -> Shape:
 def local_call(call: Call, split: Split, members: int, part: int = 0, *, masked: bool = False) -> Call:
     """What member `part` runs. A dim read through a window is as long as the window, and padding there is gone.
 
-    With `masked`, a split that looks rows up gets one more row of zeros at the end of the cut dim, for indices that belong to
-    other members; without, sizes are those of the data.
+    With `masked`, a split that looks rows up gets one more row of zeros at the end of the cut dim, for indices that
+    belong to other members; without, sizes are those of the data.
     """
     inputs = [local_shape(s, p, members, part) for s, p in zip(call.inputs, split.strategy.inputs, strict=True)]
     outputs = [local_shape(s, p, members, part) for s, p in zip(call.outputs, split.strategy.outputs, strict=True)]
@@ -70,14 +70,21 @@ class _Local:
     """One call being localised: its arguments are changed in place."""
 
     def __init__(
-        self, call: Call, split: Split, positional: list[Any], named: dict[str, Any], inputs: list[Shape], outputs: list[Shape]
+        self,
+        call: Call,
+        split: Split,
+        positional: list[Any],
+        named: dict[str, Any],
+        inputs: list[Shape],
+        outputs: list[Shape],
     ) -> None:
         self.call, self.split, self.positional, self.named = call, split, positional, named
         self.inputs, self.outputs = inputs, outputs
 
     def shape(self, number: int) -> Shape:
         """Local shape of the tensor at a positional argument."""
-        return self.inputs[self.positional[number]["tensor"]]
+        position: int = self.positional[number]["tensor"]
+        return self.inputs[position]
 
     def windowed(self, number: int) -> set[int]:
         """Dims of that tensor that are read through a window."""
@@ -128,7 +135,9 @@ def _split(local: _Local) -> None:
 def _repeat(local: _Local) -> None:
     times, before = local.positional[1], local.shape(0)
     lead = len(times) - len(before)
-    local.positional[1] = [n if k < lead else local.outputs[0][k] // before[k - lead] for k, n in enumerate(local.outputs[0])]
+    local.positional[1] = [
+        n if k < lead else local.outputs[0][k] // before[k - lead] for k, n in enumerate(local.outputs[0])
+    ]
 
 
 def _convolution(local: _Local) -> None:

@@ -1,7 +1,8 @@
 """Partition-n-reduce as the paper states it: for every loop, what each worker reads when the loop is cut among workers.
 
-Here regions may overlap or leave the tensor, as they do for halos; `splitting` turns those that a kernel can run on into
-placements. Reference: Wang, Huang, Li, "Supporting Very Large Models using Automatic Dataflow Graph Partitioning" (2019).
+Here regions may overlap or leave the tensor, as they do for halos; `splitting` turns those that a kernel can run on
+into placements. Reference: Wang, Huang, Li, "Supporting Very Large Models using Automatic Dataflow Graph
+Partitioning" (2019).
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ Region = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoopSplit:
-    """One loop cut among workers. `output` is the dim of output 0 that is cut, or None if the workers' outputs are reduced by
+    """One loop cut among workers. `output` is the dim of output 0 that is cut, or None if the workers' outputs are
+    reduced by
     `reducer`; `regions[w]` maps inputs to what worker w reads, inclusive bounds per dim."""
 
     loop: str
@@ -75,4 +77,3 @@ def _regions(description: Description, ranges: dict[tuple[str, int], tuple[int, 
         before = found.setdefault(access.tensor.position, bounds)
         found[access.tensor.position] = [(min(a, c), max(b, d)) for (a, b), (c, d) in zip(before, bounds, strict=True)]
     return {position: tuple(bounds) for position, bounds in found.items()}
-

@@ -1,7 +1,8 @@
-"""From a description to strategies along one mesh axis: which loops can be cut, and which inputs may come in as partial sums.
+"""From a description to strategies along one mesh axis: which loops can be cut, and which inputs may come in as
+partial sums.
 
-One abstract interpreter decides both. It follows, through the expression, which cut loops a value depends on and whether it is
-a partial result, given how the inputs lie. What it cannot follow is not offered.
+One abstract interpreter decides both. It follows, through the expression, which cut loops a value depends on and
+whether it is a partial result, given how the inputs lie. What it cannot follow is not offered.
 """
 
 from __future__ import annotations
@@ -16,7 +17,17 @@ from typing import Any
 
 from simpart.placement import AxisStrategy, Halo, Partial, Placement, Replicate, Shard
 from simpart.tdl.expression import (
-    Access, Binary, Choose, Constant, Expression, Extent, Opaque, Pick, Position, Reduction, Shared,
+    Access,
+    Binary,
+    Choose,
+    Constant,
+    Expression,
+    Extent,
+    Opaque,
+    Pick,
+    Position,
+    Reduction,
+    Shared,
 )  # fmt: skip
 from simpart.tdl.index import Index
 from simpart.tdl.layout import Cut, Cuts, DimCut, Key, Unsplittable, Window, cut_for, cuts_of, dim_cut
@@ -39,8 +50,9 @@ class Exchange:
 class Split:
     """One way to divide a kernel along a mesh axis, and what its local form must mind.
 
-    `scales`: factor on each local output (a mean sees fewer elements). `masked`: integer inputs whose values count from the
-    start of the cut dim, and are out of range on the other members. `windows`: (input, dim) read with a halo, exactly.
+    `scales`: factor on each local output (a mean sees fewer elements). `masked`: integer inputs whose values count
+    from the start of the cut dim, and are out of range on the other members. `windows`: (input, dim) read with a
+    halo, exactly.
     """
 
     label: str
@@ -64,7 +76,8 @@ def described(function: Callable[..., Any], call: Call) -> Description:
 
 @lru_cache(maxsize=65536)
 def splits(function: Callable[..., Any], call: Call, members: int, uneven: bool = False) -> tuple[Split, ...]:
-    """All ways to divide a call along an axis of `members`, replicating first; sizes that do not divide only if `uneven`."""
+    """All ways to divide a call along an axis of `members`, replicating first; sizes that do not divide only if
+    `uneven`."""
     description = described(function, call)
     found = [_replicated(description)]
     if members > 1:
@@ -85,12 +98,12 @@ def splits(function: Callable[..., Any], call: Call, members: int, uneven: bool 
 def following(
     function: Callable[..., Any], call: Call, members: int, argument: int, placement: Placement, *, output: bool = False
 ) -> tuple[Split, ...]:
-    """Strategies in which one input (or output) lies as given; strided shards are carried through by element strides."""
+    """Strategies in which one input (or output) lies as given; strided shards are carried through by element
+    strides."""
     description = described(function, call)
-    where = (lambda s: s.strategy.outputs) if output else (lambda s: s.strategy.inputs)
     if isinstance(placement, Partial) and not output:
         placement = Partial(placement.reducer)  # masked rows are zeros by now
-    found = [s for s in splits(function, call, members) if where(s)[argument] == placement]
+    found = [s for s in splits(function, call, members) if _lying(s, output)[argument] == placement]
     if found or isinstance(placement, Replicate):
         return tuple(found)
     if isinstance(placement, Partial):
@@ -105,7 +118,11 @@ def following(
                 continue
             if (cut.high // cut.low) % members == 0:
                 found += _solutions(description, {key: cut}, members)
-    return tuple({s.strategy: s for s in found if where(s)[argument] == placement}.values())
+    return tuple({s.strategy: s for s in found if _lying(s, output)[argument] == placement}.values())
+
+
+def _lying(split: Split, output: bool) -> tuple[Placement | Halo, ...]:
+    return split.strategy.outputs if output else split.strategy.inputs
 
 
 def _places(description: Description, argument: int, dim: int, output: bool) -> Iterator[tuple[Index, int]]:
@@ -271,8 +288,8 @@ def _result(output: Output, cuts: Cuts, members: int, follower: Follower) -> tup
 # --- the interpreter -------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class _Value:
-    """What is known of a value on one member: the cut loops it depends on, its pending reduction, and how its local value is
-    off by loop extents (a power of the number of members)."""
+    """What is known of a value on one member: the cut loops it depends on, its pending reduction, and how its local
+    value is off by loop extents (a power of the number of members)."""
 
     loops: frozenset[Key] = frozenset()
     partial: str | None = None
@@ -280,7 +297,8 @@ class _Value:
 
 
 class Follower:
-    """Follows values through an expression for given cuts and partial inputs; raises Unsplittable where they do not go."""
+    """Follows values through an expression for given cuts and partial inputs; raises Unsplittable where they do not
+    go."""
 
     def __init__(self, cuts: Cuts, partial: Mapping[int, str]) -> None:
         self.cuts, self.partial = cuts, partial
@@ -392,7 +410,8 @@ class Follower:
 
 
 def _free_elements(body: Expression) -> int:
-    """How many values an expression has: the product of the loops that its accesses use and no reduction in it binds."""
+    """How many values an expression has: the product of the loops that its accesses use and no reduction in it
+    binds."""
     bound = {v.key for node in body.walk() if isinstance(node, Reduction) for v in node.variables}
     free = {
         variable.key

@@ -1,4 +1,5 @@
-"""What the rest of simpart asks: the strategies of a kernel along an axis, along several, or given how one tensor lies."""
+"""What the rest of simpart asks: the strategies of a kernel along an axis, along several, or given how one tensor
+lies."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ __all__ = ["is_elementwise", "mesh_strategies", "splits_following", "splits_of",
 
 
 def splits_of(call: Call, members: int, *, uneven: bool = False) -> tuple[Split, ...]:
-    """All ways to divide a kernel along an axis of `members`, replicating first. An undescribed kernel only replicates."""
+    """All ways to divide a kernel along an axis of `members`, replicating first. An undescribed kernel only
+    replicates."""
     function = description_of(call.target)
     if function is None:
         return (_replicated(call),)
@@ -41,7 +43,8 @@ def strategies(call: Call, axis_size: int) -> list[AxisStrategy]:
 def splits_following(
     call: Call, members: int, argument: int, placement: Placement, *, output: bool = False
 ) -> tuple[Split, ...]:
-    """The splits in which one input (or output) lies as given: what propagation asks. Strided shards keep their element stride."""
+    """The splits in which one input (or output) lies as given: what propagation asks. Strided shards keep their
+    element stride."""
     function = description_of(call.target)
     if function is None:
         return (_replicated(call),) if isinstance(placement, Replicate) else ()
@@ -73,4 +76,6 @@ def undescribed_reason(call: Call) -> str | None:
 
 def _replicated(call: Call) -> Split:
     whole: Sequence[Placement] = [Replicate()]
-    return Split(label="replicate", strategy=AxisStrategy(tuple(whole) * len(call.inputs), tuple(whole) * len(call.outputs)))
+    return Split(
+        label="replicate", strategy=AxisStrategy(tuple(whole) * len(call.inputs), tuple(whole) * len(call.outputs))
+    )

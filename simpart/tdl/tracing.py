@@ -1,4 +1,5 @@
-"""Tracing: a description is called with symbols in place of tensors and coordinates; what it builds is checked and kept."""
+"""Tracing: a description is called with symbols in place of tensors and coordinates; what it builds is checked and
+kept."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 from math import prod
 from typing import Any
 
-from simpart.tdl.expression import ALL, Access, Expression, Opaque, Reduction, Tensor, as_expression, variables_of
+from simpart.tdl.expression import Access, Expression, Opaque, Reduction, Tensor, as_expression, variables_of
 from simpart.tdl.index import DescriptionError, Index, Variable
 from simpart.tdl.interval import interval_of
 
@@ -20,7 +22,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A kernel on concrete shapes. `arguments` as in `graph.Kernel`, sizes filled in; empty means the inputs in order."""
+    """A kernel on concrete shapes. `arguments` as in `graph.Kernel`, sizes filled in; empty means the inputs in
+    order."""
 
     target: str
     inputs: tuple[Shape, ...]
@@ -37,7 +40,8 @@ class Call:
 
 
 def call_like(kernel: Any) -> Call:
-    """The Call of anything with `target`, `inputs` and `outputs` (having shape and dtype) and `arguments`: a cost.Signature."""
+    """The Call of anything with `target`, `inputs` and `outputs` (having shape and dtype) and `arguments`: a
+    cost.Signature."""
     return Call(
         kernel.target,
         tuple(tuple(form.shape) for form in kernel.inputs),
@@ -112,7 +116,8 @@ def _indices(description: Description) -> Iterator[Index]:
 
 
 def _breaks(description: Description) -> dict[tuple[str, int], tuple[int, ...]]:
-    """Where each variable is divided into digits: 1 … size, each dividing the next; only the chain that all agree on."""
+    """Where each variable is divided into digits: 1 … size, each dividing the next; only the chain that all agree
+    on."""
     found: dict[tuple[str, int], set[int]] = {}
     for output in description.outputs:
         for variable in output.coordinates:
@@ -127,8 +132,8 @@ def _breaks(description: Description) -> dict[tuple[str, int], tuple[int, ...]]:
     chains = {}
     for key, points in found.items():
         chain = sorted(points)
-        if any(b % a for a, b in zip(chain, chain[1:], strict=False)):
-            raise DescriptionError(f"{key[0]} is divided at {chain}, of which none divides the next; make the sizes divide")
+        if any(b % a for a, b in pairwise(chain)):
+            raise DescriptionError(f"{key[0]} is divided at {chain}, which do not divide each other; make them")
         chains[key] = tuple(chain)
     return chains
 
@@ -221,7 +226,7 @@ def _infer_sizes(body: Expression) -> None:
         for variable in node.variables if isinstance(node, Reduction) else ():
             if variable.size is None:
                 raise DescriptionError(
-                    f"the size of {variable.name} is unknown: no dim is indexed by it alone; give extents=(…) to the reduction"
+                    f"the size of {variable.name} is unknown: no dim is indexed by it alone; give the reduction extents=(…)"
                 )
 
 
@@ -233,7 +238,9 @@ def _check_names(outputs: list[Output]) -> None:
         for variable in (*output.coordinates, *reductions):
             name, size = variable.key
             if not variable.loose and sizes.setdefault(name, size) != size:
-                raise DescriptionError(f"{name} runs over {sizes[name]} elements in one place and {size} in another; rename one")
+                raise DescriptionError(
+                    f"{name} runs over {sizes[name]} elements in one place and {size} in another; rename one"
+                )
 
 
 def _check_body(output: Output) -> None:
@@ -258,7 +265,9 @@ def _check_access(node: Access, inside: bool) -> None:
     for dim, index in enumerate(node.indices):
         if index is None:
             if not inside:
-                raise DescriptionError(f"{node.tensor.name} is sliced by ':' outside an opaque function; write opaque(…)[…]")
+                raise DescriptionError(
+                    f"{node.tensor.name} is sliced by ':' outside an opaque function; write opaque(…)[…]"
+                )
             continue
         low, high = interval_of(index, {})
         size = node.tensor.shape[dim]
@@ -268,6 +277,3 @@ def _check_access(node: Access, inside: bool) -> None:
                 f"{node.tensor.name} is read at {index} = {low}…{high} in dim {dim}, which has {size} elements; "
                 f"use {node.tensor.name}.padded if zeros lie around it"
             )
-
-
-assert ALL == slice(None)

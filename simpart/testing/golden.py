@@ -31,8 +31,8 @@ SOLVERS: dict[str, str] = {
     "interval_symbolic": "simpart.testing.tdl_golden:solve_interval_symbolic",
     "tdl_strategies": "simpart.testing.tdl_golden:solve_strategies",
     "op_strategy_table": "simpart.testing.tdl_golden:solve_table",
-    "conversion_one_step": "simpart.testing.conversions:solve_one_step",
-    "conversion_two_step": "simpart.testing.conversions:solve_two_steps",
+    "conversion_one_step": "simpart.testing.conversion_golden:solve_one_step",
+    "conversion_two_step": "simpart.testing.conversion_golden:solve_two_steps",
 }
 
 RELATIVE_TOLERANCE = 1e-9

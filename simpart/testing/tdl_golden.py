@@ -1,4 +1,5 @@
-"""Golden cases of the description language: interval arithmetic, partition-n-reduce and the authors' strategy tables."""
+"""Golden cases of the description language: interval arithmetic, partition-n-reduce and the authors' strategy
+tables."""
 
 from __future__ import annotations
 
@@ -111,7 +112,8 @@ def solve_strategies(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Reader:
-    """Reads `out[b,x] = Sum over k of A[b,x+k]*B[k]` into the language; tensor dims are as large as their indices reach."""
+    """Reads `out[b,x] = Sum over k of A[b,x+k]*B[k]` into the language; tensor dims are as large as their indices
+    reach."""
 
     def __init__(self, text: str, sizes: Mapping[str, int], coordinates: list[str]) -> None:
         self.sizes, self.coordinates = sizes, coordinates
@@ -169,7 +171,8 @@ class _Reader:
             if node.func.id in _REDUCERS and isinstance(node.args[0], ast.List):
                 names = [item.id for item in node.args[0].elts if isinstance(item, ast.Name)]
                 variables = {name: Variable(name, self.sizes[name]) for name in names}
-                body = self._expression(node.args[1], tensors, {**loops, **{n: Index.of(v) for n, v in variables.items()}})
+                inside = {**loops, **{n: Index.of(v) for n, v in variables.items()}}
+                body = self._expression(node.args[1], tensors, inside)
                 return Reduction(_REDUCERS[node.func.id], tuple(variables.values()), body)  # type: ignore[arg-type]
             return opaque(*(self._expression(part, tensors, loops) for part in node.args))
         if isinstance(node, ast.BinOp):
@@ -210,18 +213,6 @@ def _items(node: ast.expr) -> list[ast.expr]:
 
 
 # --- the authors' tables ---------------------------------------------------------------------------------------------
-def _linear_forward(x: Tensor, weight: Tensor, bias: Tensor) -> Any:
-    return lambda n, o: Sum(lambda i: x[n, i] * weight[o, i]) + bias[o]
-
-
-def _linear_backward(dy: Tensor, x: Tensor, weight: Tensor) -> Any:
-    return (
-        lambda n, i: Sum(lambda o: dy[n, o] * weight[o, i]),
-        lambda o, i: Sum(lambda n: dy[n, o] * x[n, i]),
-        lambda o: Sum(lambda n: dy[n, o]),
-    )
-
-
 # one letter per loop: what the table calls it, in the authors' order
 _FORWARD = {"n": "batch", "o": "out", "i": "in"}
 _BACKWARD = {"o": "out", "i": "in", "n": "batch"}
@@ -236,12 +227,11 @@ _N, _O, _I, _S, _K = 4, 6, 8, 12, 2
 
 
 def solve_table(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The authors' table for one operator, derived: only the first two dims of a tensor are ever cut, statistics stay whole."""
+    """The authors' table for one operator, derived: only the first two dims of a tensor are ever cut, statistics
+    stay whole."""
     op = inputs["op"]
     if op in _TENSORS:
         return _joint_table(op)
-    if op == "global_rule":
-        return {"cuttable_dims": [0, 1]}
     families = {
         "elementwise": ["aten.relu", "aten.add", "aten.native_dropout", "aten.clone"],
         "pooling_flatten_and_backward": ["aten.max_pool2d_with_indices", "aten.avg_pool2d", "aten.avg_pool2d_backward"],
@@ -249,6 +239,9 @@ def solve_table(inputs: Mapping[str, Any]) -> dict[str, Any]:
         "concat_and_backward": ["aten.cat", "aten.split_with_sizes"],
         "batch_norm": ["aten._native_batch_norm_legit_functional"],
     }
+    if op == "global_rule":
+        everywhere = [_dims(target, alone=False) for targets in families.values() for target in targets]
+        return {"cuttable_dims": sorted(set.union(*everywhere))}
     if op not in families:
         raise FormatError(f"no table for operator {op!r}; known: {', '.join([*_TENSORS, *families, 'global_rule'])}")
     alone = [_dims(target, alone=True) for target in families[op]]
@@ -345,7 +338,8 @@ def _dims(target: str, alone: bool) -> set[int]:
     found = set()
     for split in splits(more.get(target, function), call, 2):
         shapes = (*call.inputs, *call.outputs)
-        cuts = {p.dim if isinstance(p, Shard) else None for p, s in zip(_all(split.strategy), shapes, strict=True) if len(s) > 1}
+        lying = zip(_all(split.strategy), shapes, strict=True)
+        cuts = {p.dim if isinstance(p, Shard) else None for p, shape in lying if len(shape) > 1}
         if len(cuts) == 1 and (dim := cuts.pop()) in (0, 1) and not (alone and split.exchanges):
             found.add(dim)
     return {dim for dim in found if dim is not None}
