@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.zoo import MODELS, ZooFactory
 
-SMALL = {
+SMALL: dict[str, dict[str, Any]] = {
     "gpt": {"layers": 2, "hidden": 64, "heads": 4, "seq": 32, "vocab": 100},
     "llama": {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "ffn": 96, "seq": 32, "vocab": 100},
     "resnet50": {"image": 64, "width": 8, "classes": 10, "blocks": (1, 4, 1, 1)},
@@ -22,8 +23,8 @@ SMALL = {
 }
 
 
-def zoo(name: str, **dims: object) -> ZooFactory:
-    return ZooFactory(name, MODELS[name][0](**{**SMALL[name], **dims}))  # type: ignore[arg-type]
+def zoo(name: str, **dims: Any) -> ZooFactory:
+    return ZooFactory(name, MODELS[name][0](**{**SMALL[name], **dims}))
 
 
 @pytest.fixture(scope="module")
@@ -41,7 +42,7 @@ def unet() -> Graph:
     return capture(zoo("unet"))
 
 
-def joint_counts(factory: ZooFactory, micro_batch: int) -> Counter[tuple[str, str]]:
+def joint_counts(factory: Any, micro_batch: int) -> Counter[tuple[str, str]]:
     """(phase, target) of every node of the joint graph that computes, straight from torch."""
     import contextlib
 
@@ -51,7 +52,7 @@ def joint_counts(factory: ZooFactory, micro_batch: int) -> Counter[tuple[str, st
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
         module, inputs = factory(micro_batch)
         exported = torch.export.export(module, inputs, strict=False).module(check_guards=False)
-        joint = aot_export_joint_with_descriptors(stack, exported, inputs).graph_module  # type: ignore[arg-type]
+        joint = aot_export_joint_with_descriptors(stack, exported, inputs).graph_module
     nodes = [n for n in joint.graph.nodes if n.op == "call_function" and "getitem" not in str(n.target)]
     return Counter(("B" if n.meta["partitioner_tag"] == "is_backward" else "F", str(n.target)) for n in nodes)
 
@@ -85,7 +86,9 @@ def test_values_are_wired_as_in_the_joint_graph(gpt: Graph) -> None:
 
 def test_ids_follow_module_paths_and_counts(gpt: Graph) -> None:
     assert "wte/aten.embedding.default#0" in gpt.op_ids
-    assert sum(name.startswith("h.3.") for name in gpt.op_ids) == sum(name.startswith("h.4.") for name in gpt.op_ids) > 0
+    assert (
+        sum(name.startswith("h.3.") for name in gpt.op_ids) == sum(name.startswith("h.4.") for name in gpt.op_ids) > 0
+    )
     assert len(set(gpt.op_ids)) == len(gpt.op_ids)
 
 
@@ -98,7 +101,7 @@ def test_ids_are_the_same_at_every_micro_batch(name: str) -> None:
 def test_fingerprint_is_the_same_in_another_process_with_another_hash_seed(gpt: Graph) -> None:
     code = (
         "from simpart.capture import capture; from simpart.zoo import *; "
-        f"print(capture(ZooFactory('gpt', GPTDims(**{({**SMALL['gpt'], 'layers': 6})!r}))).fingerprint)"
+        f"print(capture(ZooFactory('gpt', GPTDims(**{ ({**SMALL['gpt'], 'layers': 6})!r}))).fingerprint)"
     )
     found = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={"PYTHONHASHSEED": "7"}
@@ -140,7 +143,7 @@ class FloorDims(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         return self.linear(x.repeat(2, 1)[: int(1.5 * x.shape[0])]).sum()
 
 
@@ -186,9 +189,11 @@ class SharedMemory(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
         self.memory = nn.Linear(16, 16)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(depth))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)) for _ in range(depth)
+        )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         memory = self.memory(x)
         y = torch.zeros_like(x)
         for block in self.blocks:
@@ -200,10 +205,7 @@ def test_a_shared_value_has_one_accumulation_add_less_than_users() -> None:
     graph = capture(lambda b: (SharedMemory(4), (torch.zeros(b, 16),)), shallow=False)
     assert max(Counter(call.template for call in graph.calls).values()) >= 3
     assert [len(call.omits) for call in graph.calls].count(1) == 1
-    expected = Counter(
-        {key: n for key, n in joint_counts(lambda b: (SharedMemory(4), (torch.zeros(b, 16),)), 3).items()}  # type: ignore[arg-type]
-    )
-    assert kernel_counts(graph) == expected
+    assert kernel_counts(graph) == joint_counts(lambda b: (SharedMemory(4), (torch.zeros(b, 16),)), 3)
 
 
 # --- parameters, gradients, buffers ----------------------------------------------------------------------------------
@@ -241,7 +243,10 @@ def test_unet_skips_are_live_across_its_bottom(unet: Graph) -> None:
     for i in range(len(flat.op_class)):
         for value in flat.op_inputs[flat.op_indptr[i] : flat.op_indptr[i + 1]]:
             last_use[int(value)] = i
-    live = [sum(flat.value_op[v] < i <= use for v, use in last_use.items() if flat.value_op[v] >= 0) for i in range(len(flat.op_class))]
+    live = [
+        sum(flat.value_op[v] < i <= use for v, use in last_use.items() if flat.value_op[v] >= 0)
+        for i in range(len(flat.op_class))
+    ]
     assert max(live) >= 4  # one per level of depth 3, and the path itself
 
 
@@ -254,7 +259,7 @@ class CopiesUnlessAlone(nn.Module):
         self.query = nn.Parameter(torch.zeros(4, 8))
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         rows = self.query.expand(x.shape[0], 4, 8).reshape(-1, 8)
         return (self.linear(rows) * x.sum()).sum()
 
@@ -275,7 +280,7 @@ class Autocast(nn.Module):
         self.frozen = nn.Linear(8, 8)
         self.no_grad = no_grad
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         with torch.autocast("cpu", torch.bfloat16):
             y = self.inner(x)
             with torch.set_grad_enabled(not self.no_grad):
@@ -289,7 +294,7 @@ def test_casts_belong_to_the_op_that_needs_them() -> None:
             super().__init__()
             self.inner = nn.Linear(8, 8)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor) -> Any:
             with torch.autocast("cpu", torch.bfloat16):
                 y = F.gelu(self.inner(x))
             return y.float().mean()
@@ -297,9 +302,16 @@ def test_casts_belong_to_the_op_that_needs_them() -> None:
     graph = capture(lambda b: (Plain(), (torch.zeros(b, 8),)))
     assert [name for name in graph.op_ids if name.startswith("inner")] == ["inner/aten.linear.default#0"]
     linear = graph.find("inner/aten.linear.default#0")
-    owned = [graph.kernel_classes[c].target for c, op in zip(graph.flat.kernel_class, graph.flat.kernel_op, strict=True) if op == linear]
+    owned = [
+        graph.kernel_classes[c].target
+        for c, op in zip(graph.flat.kernel_class, graph.flat.kernel_op, strict=True)
+        if op == linear
+    ]
     assert owned.count("aten._to_copy.default") == 5  # of input, weight and bias; backward of the two parameters
-    assert export_ops(lambda b: (Plain(), (torch.zeros(b, 8),)), 2).contexts[linear][1][0][:2] == ("cpu", torch.bfloat16)
+    assert export_ops(lambda b: (Plain(), (torch.zeros(b, 8),)), 2).contexts[linear][1][0][:2] == (
+        "cpu",
+        torch.bfloat16,
+    )
 
 
 def test_no_grad_under_autocast_is_not_lost() -> None:
@@ -310,11 +322,12 @@ def test_no_grad_under_autocast_is_not_lost() -> None:
     graph = capture(factory)
     assert {graph.parameters[value].name for value in graph.gradients} == {"inner.weight", "inner.bias"}
     exported = export_ops(factory, 2, real=True)
-    module, (x,) = exported.module, factory(2)[1]
-    expected = torch.autograd.grad(module(x), [module.inner.weight])[0]  # type: ignore[union-attr]
-    assert torch.equal(torch.autograd.grad(exported.graph(x), [module.inner.weight])[0], expected)  # type: ignore[union-attr]
+    module: Any = exported.module
+    x = factory(2)[1][0]
+    expected = torch.autograd.grad(module(x), [module.inner.weight])[0]
+    assert torch.equal(torch.autograd.grad(exported.graph(x), [module.inner.weight])[0], expected)
     with pytest.raises(RuntimeError, match="not have been used"):
-        torch.autograd.grad(exported.graph(x), [module.frozen.weight])  # type: ignore[union-attr]
+        torch.autograd.grad(exported.graph(x), [module.frozen.weight])
 
 
 def test_precision_is_the_default_dtype_of_the_factory() -> None:
@@ -353,7 +366,7 @@ class TwoViews(nn.Module):
         super().__init__()
         self.linear = nn.Linear(8, 8)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> Any:
         y = self.linear(x) * 1.5
         z = y[:, :4]
         y.mul_(2)

@@ -1,4 +1,6 @@
-"""The edge that imports torch: an nn.Module and example inputs become a Graph. Importing this package does not import torch."""
+"""The edge that imports torch: an nn.Module and example inputs become a Graph. Importing this package does not
+import torch.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,15 @@ def capture(
 ) -> Graph:
     """Capture one training step of a module as a Graph, without memory for its tensors.
 
-    `factory` is called in fake mode with each micro-batch size and with 1, and with `precision` as default dtype. Sizes are
-    fitted at the first two micro-batches and checked at the others. `shallow` captures four blocks of a deep stack of equal
-    ones and expands them when the whole forward is provably regular. `model` is kept in the Graph as the spec it came from.
+    `factory` is called in fake mode with each micro-batch size and with 1, and with `precision` as default dtype.
+    Sizes are
+    fitted at the first two micro-batches and checked at the others. `shallow` captures four blocks of a deep stack
+    of equal
+    ones and expands them when the whole forward is provably regular. `model` is kept in the Graph as the spec it
+    came from.
 
-    Raises UserError, in one line: factory or module of a wrong form, control flow that depends on data, a loss that is no
+    Raises UserError, in one line: factory or module of a wrong form, control flow that depends on data, a loss that
+    is no
     scalar or depends on no parameter, structure that depends on the micro-batch.
     """
     from simpart.capture._capture import capture as run
@@ -41,7 +47,8 @@ def capture(
 def export_ops(factory: Factory, micro_batch: int, *, real: bool = False, precision: str = "float32") -> ExportedOps:
     """The clean exported forward graph of the whole module, with the op of each node; see `ExportedOps`.
 
-    With `real` the module is built outside fake mode and the graph holds its real parameters and buffers. Ids and their order
+    With `real` the module is built outside fake mode and the graph holds its real parameters and buffers. Ids and
+    their order
     equal those of the captured Graph. Raises UserError as `capture` does.
     """
     from simpart.capture._ops import export_ops as run

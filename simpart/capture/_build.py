@@ -51,7 +51,9 @@ class _Region:
 
 @dataclass(frozen=True, slots=True)
 class _Alignment:
-    """How a region's kernels follow those of a model region: the row of each kernel (None: omitted) and of each slot's value."""
+    """How a region's kernels follow those of a model region: the row of each kernel (None: omitted) and of each
+    slot's value.
+    """
 
     rows: tuple[int | None, ...]
     externals: tuple[Ref, ...]
@@ -189,7 +191,9 @@ class _Flat:
         return self._aligned[key]
 
     def align(self, model: _Region, other: _Region) -> _Alignment | None:
-        """Match the kernels of a region with those of a model that has as many or more; None if they are not the same."""
+        """Match the kernels of a region with those of a model that has as many or more; None if they are not the
+        same.
+        """
         twin: dict[Ref, Ref] = dict(
             zip(((-1, s) for s in model.sources), ((-1, s) for s in other.sources), strict=True)
         )
@@ -240,10 +244,12 @@ class _Flat:
         made_other: set[int],
     ) -> dict[Ref, Ref] | None:
         """Twins of external values first seen here, or None if the kernels differ."""
-        if (mine.op - model.start, mine.phase, mine.target, mine.arguments, mine.outputs, mine.view, len(mine.inputs)) != (
-            theirs.op - other.start, theirs.phase, theirs.target, theirs.arguments, theirs.outputs, theirs.view,
-            len(theirs.inputs),
-        ):  # fmt: skip
+        alike = (
+            mine.op - model.start == theirs.op - other.start
+            and (mine.phase, mine.target, mine.view) == (theirs.phase, theirs.target, theirs.view)
+            and (mine.arguments, mine.outputs) == (theirs.arguments, theirs.outputs)
+        )
+        if not alike or len(mine.inputs) != len(theirs.inputs):
             return None
         fresh: dict[Ref, Ref] = {}
         for one, two in zip(mine.inputs, theirs.inputs, strict=True):

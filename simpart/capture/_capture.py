@@ -111,9 +111,8 @@ def _take(factory: Any, micro_batch: int, dtype: torch.dtype, first: _Take | Non
                 stacks = ()
         else:
             dynamo = first.dynamo
-            if not set(first.stacks) <= set(stacks) or owned != first.owned:
-                if first.stacks:
-                    raise Irregular("the module depends on the micro-batch")
+            if first.stacks and (not set(first.stacks) <= set(stacks) or owned != first.owned):
+                raise Irregular("the module depends on the micro-batch")
             stacks = first.stacks
         with cut(module, stacks):
             return _Take(trace_module(module, inputs, mode, dynamo, dtype), stacks, owned, dynamo)
@@ -128,9 +127,7 @@ def _proved(module: nn.Module, inputs: tuple[Any, ...], stacks: Sequence[Stack],
     return is_regular(shallow, log, stacks)
 
 
-def trace_module(
-    module: nn.Module, inputs: tuple[Any, ...], mode: Any, dynamo: bool, dtype: torch.dtype
-) -> Trace:
+def trace_module(module: nn.Module, inputs: tuple[Any, ...], mode: Any, dynamo: bool, dtype: torch.dtype) -> Trace:
     """Capture at one micro-batch, in fake mode."""
     graph = export_clean(module, inputs, dynamo=dynamo, dtype=dtype)
     facts = facts_of(graph, inputs)
@@ -140,7 +137,9 @@ def trace_module(
 
 
 def _sources_at(trace: Trace, first: _Take, still_cut: Sequence[Stack]) -> list[Source]:
-    """Sources after the next expansion: those of the whole module, but for stacks that are still cut, and the rest as is."""
+    """Sources after the next expansion: those of the whole module, but for stacks that are still cut, and the rest
+    as is.
+    """
     owned = []
     for source in first.owned:
         name = source.name
@@ -151,5 +150,9 @@ def _sources_at(trace: Trace, first: _Take, still_cut: Sequence[Stack]) -> list[
             shallow = {0: 0, 1: 1, 2: 2, stack.depth - 1: 3}.get(block)
             name = "" if shallow is None else stack.renamed(name, shallow)
         if name:
-            owned.append(Source(kind=source.kind, name=name, spec=source.spec, trainable=source.trainable, aliases=source.aliases))
+            owned.append(
+                Source(
+                    kind=source.kind, name=name, spec=source.spec, trainable=source.trainable, aliases=source.aliases
+                )
+            )
     return [*owned, *(s for s in trace.sources if s.kind not in ("parameter", "buffer"))]

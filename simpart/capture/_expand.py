@@ -1,7 +1,9 @@
 """A trace of four equal blocks made as deep as the module: the inner block repeated, everything around it kept.
 
-The blocks split the rows into segments: A (all up to and with block 0), B1 and B2 (blocks 1 and 2) and C (block 3 and the rest).
-If B1 and B2 are the same row by row, the refs of the two tell what a further block refers to: its own rows, the same place
+The blocks split the rows into segments: A (all up to and with block 0), B1 and B2 (blocks 1 and 2) and C (block 3
+and the rest).
+If B1 and B2 are the same row by row, the refs of the two tell what a further block refers to: its own rows, the same
+place
 one block earlier (B2 refers to B1 where B1 refers to A), one block later, or a value that all blocks share.
 """
 
@@ -112,7 +114,8 @@ class Names:
 
 @dataclass(frozen=True, slots=True)
 class Deep:
-    """Rows of the deep form: `rows` holds the shallow row behind each and its block (-1 outside of inner blocks), `inputs` what
+    """Rows of the deep form: `rows` holds the shallow row behind each and its block (-1 outside of inner blocks),
+    `inputs` what
     it reads; `place` says where a shallow row of a block went. Rows of B2 stand as copies of B1's."""
 
     rows: list[tuple[int, int]]
@@ -134,7 +137,8 @@ class Deep:
 def expand_rows(
     keys: Sequence[Hashable], inputs: Sequence[Sequence[Ref]], segment: Sequence[int], names: Names
 ) -> Deep:
-    """Repeat segment 1 for blocks 2 … depth - 3; segment 2 is block depth - 2. `keys` are equal for rows that do the same.
+    """Repeat segment 1 for blocks 2 … depth - 3; segment 2 is block depth - 2. `keys` are equal for rows that do the
+    same.
 
     Raises Irregular when the rows don't prove what a further block would be.
     """
@@ -164,22 +168,22 @@ def expand_rows(
         return names.outside(ref[1]) if ref[0] < 0 else (deep.at(ref[0]), ref[1])
 
     for row, r in rows:
+        found: list[Ref] = []
         if r < 0:
             _check_outside(row, inputs[row], segment)
             deep.inputs.append(tuple(map(outside, inputs[row])))
             continue
-        found: list[Ref] = []
-        for kind, one, two in rules[row]:
+        for kind, ref1, ref2 in rules[row]:
             if kind == "own source":
-                found.append(names.in_block(one[1], r))
+                found.append(names.in_block(ref1[1], r))
             elif kind == "own":
-                found.append((place[one[0], r], one[1]))
+                found.append((place[ref1[0], r], ref1[1]))
             elif kind == "previous":
-                found.append(outside(one) if r == 1 else (place[two[0], r - 1], two[1]))
+                found.append(outside(ref1) if r == 1 else (place[ref2[0], r - 1], ref2[1]))
             elif kind == "next":
-                found.append(outside(two) if r == last else (place[to_first[one[0]], r + 1], one[1]))
+                found.append(outside(ref2) if r == last else (place[to_first[ref1[0]], r + 1], ref1[1]))
             else:
-                found.append(outside(one))
+                found.append(outside(ref1))
         deep.inputs.append(tuple(found))
     return deep
 
@@ -211,7 +215,9 @@ def _rules(
 
 
 def _check_outside(row: int, refs: Sequence[Ref], segment: Sequence[int]) -> None:
-    """What stands before the second block may not look into the third, nor the rest into the second: depth could matter."""
+    """What stands before the second block may not look into the third, nor the rest into the second: depth could
+    matter.
+    """
     if any(ref[0] >= 0 and (segment[row], segment[ref[0]]) in ((0, 2), (3, 1)) for ref in refs):
         raise Irregular("a value of an inner block is read far away")
 
@@ -237,7 +243,12 @@ def expand(trace: Trace, stack: Stack, deep_sources: Sequence[Source]) -> Trace:
         trace,
         sources=tuple(replace(s, spec=spec[stack.shallow(_key(s))]) for s in deep_sources),
         ops=tuple(
-            replace(trace.ops[row], path=_path(trace.ops[row].path, stack, r), inputs=refs, group=ops.at(trace.ops[row].group, r))
+            replace(
+                trace.ops[row],
+                path=_path(trace.ops[row].path, stack, r),
+                inputs=refs,
+                group=ops.at(trace.ops[row].group, r),
+            )
             for (row, r), refs in zip(ops.rows, ops.inputs, strict=True)
         ),
         kernels=tuple(

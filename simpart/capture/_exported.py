@@ -16,7 +16,8 @@ __all__ = ["Facts", "call_nodes", "clean", "facts_of", "groups_of", "op_nodes", 
 
 
 def clean(graph: fx.GraphModule) -> fx.GraphModule:
-    """Splice regions (autocast, no_grad, checkpoint) between the nodes that enter and leave them, drop asserts and dead ops,
+    """Splice regions (autocast, no_grad, checkpoint) between the nodes that enter and leave them, drop asserts and
+    dead ops,
     and turn plain tensor attributes into buffers. Changes `graph` in place and returns it."""
     while (node := next((n for n in graph.graph.nodes if _torch.region(n)), None)) is not None:
         _splice(graph, node)
@@ -65,7 +66,7 @@ def _splice(graph: fx.GraphModule, node: fx.Node) -> None:
             graph.graph.call_function(_torch.set_grad_enabled, (outer,))
     for user in list(node.users):
         if user.target is _torch.getitem and isinstance(result, tuple | list):
-            user.replace_all_uses_with(result[user.args[1]])
+            user.replace_all_uses_with(result[int(user.args[1])])  # type: ignore[arg-type]  # fx types arguments loosely
             graph.graph.erase_node(user)
     if node.users:
         node.replace_all_uses_with(result[0] if isinstance(result, tuple | list) else result)
@@ -155,7 +156,9 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 # --- what a fake run shows -------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """Per op, in order: groups (smallest op of each indivisible group), gradient flow, writes to buffers; shared tensors by name."""
+    """Per op, in order: groups (smallest op of each indivisible group), gradient flow, writes to buffers; shared
+    tensors by name.
+    """
 
     ops: tuple[fx.Node, ...]
     groups: tuple[int, ...]
@@ -224,7 +227,8 @@ def facts_of(graph: fx.GraphModule, inputs: tuple[Any, ...]) -> Facts:
 def groups_of(uses: list[list[int]], written: list[set[int]], touched: list[set[int]]) -> list[int]:
     """Smallest op of each op's indivisible group.
 
-    Ops that touch a storage up to its last write are one group; cycles between groups are contracted, so groups are convex.
+    Ops that touch a storage up to its last write are one group; cycles between groups are contracted, so groups are
+    convex.
     """
     last_write: dict[int, int] = {}
     for i, storages in enumerate(written):

@@ -140,8 +140,8 @@ def _require_same(traces: Sequence[Trace], micro_batches: Sequence[int]) -> None
     for trace, b in zip(traces[1:], micro_batches[1:], strict=True):
         if (difference := _difference(first, trace)) is not None:
             raise UnsupportedError(
-                f"a module must run the same ops at every micro-batch >= 2, at {micro_batches[0]} and {b} it differs first at "
-                f"{difference}; make the forward independent of the batch size"
+                f"a module must run the same ops at every micro-batch >= 2, at {micro_batches[0]} and {b} it differs "
+                f"first at {difference}; make the forward independent of the batch size"
             )
 
 
@@ -192,11 +192,16 @@ def _skeleton(item: Any) -> Any:
 
 # --- micro-batch 1 ---------------------------------------------------------------------------------------------------
 def fit_with_one(fitted: Trace, traces: Sequence[Trace], micro_batches: Sequence[int], at_one: Trace) -> Trace | None:
-    """The fitted trace, its tables extended by micro-batch 1, if it tells the truth about 1 too; None if 1 is another graph."""
+    """The fitted trace, its tables extended by micro-batch 1, if it tells the truth about 1 too; None if 1 is
+    another graph.
+    """
     if _difference(traces[0], at_one) is not None:
         return None
     both = fit([*traces, _with_layout_of(fitted, at_one)], [*micro_batches, 1])
-    pairs = [*zip(both.ops, fitted.ops, strict=True), *zip(both.kernels, fitted.kernels, strict=True)]
+    pairs: list[tuple[OpRow, OpRow] | tuple[KernelRow, KernelRow]] = [
+        *zip(both.ops, fitted.ops, strict=True),
+        *zip(both.kernels, fitted.kernels, strict=True),
+    ]
     agree = all(a.outputs == b.outputs or all(map(_agree, a.outputs, b.outputs)) for a, b in pairs) and all(
         a.arguments == b.arguments or _blank(a.arguments) == _blank(b.arguments) for a, b in pairs
     )

@@ -63,7 +63,8 @@ def build_module(factory: Any, micro_batch: int, dtype: torch.dtype) -> tuple[nn
 def _require_cpu(what: str, tensor: torch.Tensor) -> None:
     if tensor.device.type != "cpu":
         raise UserError(
-            f"modules are captured on the CPU (no memory is used), {what} is on {tensor.device}; build it with device 'cpu'"
+            f"modules are captured on the CPU (no memory is used), {what} is on {tensor.device}; build it with "
+            "device 'cpu'"
         )
 
 
@@ -76,19 +77,21 @@ def check_loss(module: nn.Module, loss: Any) -> None:
         )
     if loss.dim() != 0:
         raise UserError(
-            f"forward must return the scalar loss, {name} returned a tensor of shape {list(loss.shape)}; reduce it, for "
-            "example with .mean()"
+            f"forward must return the scalar loss, {name} returned a tensor of shape {list(loss.shape)}; reduce it, "
+            "for example with .mean()"
         )
     if not loss.requires_grad:
         raise UserError(
-            f"the loss must depend on a trainable parameter, that of {name} does not; check for detach, no_grad, argmax or "
-            "frozen parameters on the way"
+            f"the loss must depend on a trainable parameter, that of {name} does not; check for detach, no_grad, argmax "
+            "or frozen parameters on the way"
         )
 
 
 def _kind(value: Any) -> str:
     if isinstance(value, tuple):
         return f"a tuple of {len(value)} parts"
+    if isinstance(value, torch.Tensor):
+        return "a Tensor"
     return "None" if value is None else f"a {type(value).__name__}"
 
 
@@ -99,16 +102,11 @@ def user_errors(where: str) -> Iterator[None]:
         yield
     except (UserError, Interrupted):
         raise
-    except _torch.DATA_DEPENDENT as error:
-        raise UnsupportedError(
-            f"control flow and shapes must not depend on tensor values, {_place(error)} does; use torch.where or masks, or a "
-            "fixed capacity"
-        ) from error
     except Exception as error:
         if (cause := _data_dependent_cause(error)) is not None:
             raise UnsupportedError(
-                f"control flow and shapes must not depend on tensor values, {_place(cause)} does; use torch.where or masks, "
-                "or a fixed capacity"
+                f"control flow and shapes must not depend on tensor values, {_place(cause)} does; use torch.where or "
+                "masks, or a fixed capacity"
             ) from error
         message = " ".join(str(error).split())[:300]
         raise UserError(f"{where} raised {type(error).__name__}: {message} ({_place(error)})") from error

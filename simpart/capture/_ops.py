@@ -21,14 +21,18 @@ __all__ = ["ExportedOps", "export_clean", "export_ops"]
 class ExportedOps:
     """A module as a runnable graph of ops. Op i is `nodes[i]`; ids, order and flags equal those of the captured Graph.
 
-    op_of: the op of each node by node name: ops themselves, and each `getitem` with its producer; other nodes are absent.
-    graph: runs as `graph(*inputs)` and returns the loss. Its other nodes are placeholders (the flattened inputs in order),
-        `get_attr` of parameters, buffers and constants by dotted name, `getitem` that picks one output of an op, and mode
+    op_of: the op of each node by node name: ops themselves, and each `getitem` with its producer; other nodes are
+    absent.
+    graph: runs as `graph(*inputs)` and returns the loss. Its other nodes are placeholders (the flattened inputs in
+    order),
+        `get_attr` of parameters, buffers and constants by dotted name, `getitem` that picks one output of an op, and
+        mode
         switches (see `contexts`).
     ids: `module.path/target#k` of each op.
     groups: smallest op of each op's indivisible group (itself if alone).
     carries_gradient, mutates_buffer: as in simpart.graph.Op.
-    contexts: per op, the modes it runs under: (grad mode enabled, the arguments (device type, dtype, enabled, cache) of each
+    contexts: per op, the modes it runs under: (grad mode enabled, the arguments (device type, dtype, enabled, cache)
+    of each
         autocast entered around it, outermost first). Cut stages must enter them anew.
     names: first name of each parameter and buffer by any of its names (a tied parameter has several).
     constants: tensors that the graph reads under names that the module does not own.
@@ -134,7 +138,7 @@ def contexts_of(graph: fx.Graph, nodes: tuple[fx.Node, ...]) -> tuple[tuple[bool
             entered[node] = tuple(node.args)
         elif node.target is _torch.exit_autocast:
             with contextlib.suppress(KeyError):
-                del entered[node.args[0]]  # type: ignore[arg-type]  # the token is the node that entered
+                del entered[node.args[0]]
         elif node in wanted:
             found.append((bool(gradient), tuple(entered.values())))
     return tuple(found)

@@ -20,7 +20,9 @@ __all__ = ["Sources", "trace_of"]
 
 
 class Sources:
-    """Sources of a module in a fixed order: parameters, buffers, constants of the graph, inputs, the tangent of the loss."""
+    """Sources of a module in a fixed order: parameters, buffers, constants of the graph, inputs, the tangent of the
+    loss.
+    """
 
     def __init__(self, module: nn.Module, graph: fx.GraphModule, inputs: tuple[Any, ...], loss: torch.Tensor) -> None:
         self.rows: list[Source] = []
@@ -210,7 +212,8 @@ def _owners(
 ) -> list[tuple[int, bool]]:
     """(op, whether an accumulation add) of each kernel.
 
-    Forward by the exported node it came from; backward by autograd's sequence number, which belongs to the op of the first
+    Forward by the exported node it came from; backward by autograd's sequence number, which belongs to the op of the
+    first
     forward node that shows it; an add that accumulates gradients to the owner of its operand computed last.
     """
     owner: dict[fx.Node, tuple[int, bool]] = {}
@@ -218,7 +221,7 @@ def _owners(
     for node in nodes:
         if _torch.is_backward(node):
             continue
-        name = _torch.origin(node)
+        name = _torch.origin(node) or ""
         if name not in by_name:
             raise AssertionError(f"forward kernel {node.name} came from {name}, which is no op")
         op = by_name[name]

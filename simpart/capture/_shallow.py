@@ -1,6 +1,7 @@
 """Deep stacks of equal blocks: found, cut to four blocks for capture, and proved regular by a log of the whole forward.
 
-The log is what the module's forward dispatches in fake mode: cheap, at the true depth. The cut module's log, expanded, must
+The log is what the module's forward dispatches in fake mode: cheap, at the true depth. The cut module's log,
+expanded, must
 equal it row by row, so that nothing in the forward may depend on the depth or on the number of a block unnoticed.
 """
 
@@ -15,8 +16,8 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from simpart.capture._exported import tensors_in
 from simpart.capture._expand import SHALLOW_DEPTH, Irregular, Names, Stack, expand_rows, segments
+from simpart.capture._exported import tensors_in
 from simpart.capture._trace import Ref
 
 __all__ = ["Log", "cut", "is_regular", "logged", "stacks_of"]
@@ -43,7 +44,9 @@ def stacks_of(module: nn.Module) -> tuple[Stack, ...]:
 
 def _shape(block: nn.Module) -> tuple[Any, ...]:
     modules = tuple((name, type(part)) for name, part in block.named_modules())
-    parameters = tuple((n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters(remove_duplicate=False))
+    parameters = tuple(
+        (n, p.shape, p.dtype, p.requires_grad) for n, p in block.named_parameters(remove_duplicate=False)
+    )
     buffers = tuple((n, b.shape, b.dtype) for n, b in block.named_buffers(remove_duplicate=False))
     return modules, parameters, buffers, block.training
 
@@ -67,7 +70,9 @@ def cut(module: nn.Module, stacks: Sequence[Stack]) -> Iterator[None]:
 # --- the log ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True, slots=True)
 class Log:
-    """What a forward dispatched: per row the block it ran in or after, what it did, what it read; and the sources' names."""
+    """What a forward dispatched: per row the block it ran in or after, what it did, what it read; and the sources'
+    names.
+    """
 
     paths: list[str]
     keys: list[Hashable]
@@ -79,7 +84,7 @@ class _Logger(TorchDispatchMode):
     """Writes the log; tensors made by no row, and not named, are numbered by first use."""
 
     def __init__(self, named: dict[int, str]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
         self.log = Log([], [], [], [])
         self.path = ""
         self.named = named

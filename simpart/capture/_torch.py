@@ -14,15 +14,35 @@ from torch._functorch.aot_autograd import aot_export_joint_with_descriptors
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.amp.autocast_mode import _enter_autocast, _exit_autocast
 from torch.fx import GraphModule, Node
-from torch.fx.graph import CodeGen
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 __all__ = [
-    "CONTEXT_TARGETS", "DATA_DEPENDENT", "GradModeUnderAutocast", "backward_owner_path", "dynamo_export",
-    "enter_autocast", "exit_autocast", "export", "fake_mode", "gradient_of", "is_backward", "is_dropped", "is_loss",
-    "is_view", "joint", "module_path", "node_value", "mutated_inputs", "origin", "region", "sequence_number", "source_name", "target_name",
+    "CONTEXT_TARGETS",
+    "DATA_DEPENDENT",
+    "GradModeUnderAutocast",
+    "backward_owner_path",
+    "dynamo_export",
+    "enter_autocast",
+    "exit_autocast",
+    "export",
+    "fake_mode",
+    "gradient_of",
+    "is_backward",
+    "is_dropped",
+    "is_loss",
+    "is_view",
+    "joint",
+    "module_path",
+    "mutated_inputs",
+    "node_value",
+    "origin",
+    "region",
+    "sequence_number",
+    "source_name",
+    "target_name",
 ]  # fmt: skip
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
@@ -137,7 +157,9 @@ class GradModeUnderAutocast(TorchFunctionMode):
 
 # --- nodes of the exported graph -------------------------------------------------------------------------------------
 def node_value(node: Node) -> Any:
-    """The fake value of a node: from our own run if there was one, else from tracing; None where tracing leaves none."""
+    """The fake value of a node: from our own run if there was one, else from tracing; None where tracing leaves
+    none.
+    """
     for key in ("simpart_value", "val", "example_value"):
         if key in node.meta:
             return node.meta[key]
@@ -145,7 +167,9 @@ def node_value(node: Node) -> Any:
 
 
 def region(node: Node) -> tuple[str, tuple[Any, ...], str, tuple[Any, ...]] | None:
-    """(kind, arguments of the context, name of the sub-graph, its inputs) of a node that wraps a region of the model."""
+    """(kind, arguments of the context, name of the sub-graph, its inputs) of a node that wraps a region of the
+    model.
+    """
     if not isinstance(node.target, torch._ops.HigherOrderOperator):
         return None
     name, arguments = node.target.name(), node.args
@@ -189,7 +213,8 @@ def function_name(target: Any) -> str:
     module = (getattr(target, "__module__", None) or "torch").replace("_operator", "operator")
     if module == "torch._C._nn":
         module = "torch.nn.functional"
-    return f"{module}.{getattr(target, '__qualname__', type(target).__qualname__).removeprefix('_VariableFunctionsClass.')}"
+    name = getattr(target, "__qualname__", type(target).__qualname__)
+    return f"{module}.{name.removeprefix('_VariableFunctionsClass.')}"
 
 
 def module_path(node: Node) -> str:
@@ -257,7 +282,7 @@ def backward_owner_path(node: Node) -> str | None:
 
 def source_name(node: Node) -> tuple[str, str] | None:
     """(kind, name) of a placeholder: kind is parameter, buffer, input or tangent."""
-    described = node.meta.get("desc")
+    described: Any = node.meta.get("desc")
     kind = type(described).__name__
     if kind == "ParamAOTInput":
         return "parameter", described.target

@@ -16,7 +16,9 @@ Ref = tuple[int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpRow:
-    """One op of the exported forward graph. `group` is the smallest row of its indivisible group; `arguments` as in KernelRow."""
+    """One op of the exported forward graph. `group` is the smallest row of its indivisible group; `arguments` as in
+    KernelRow.
+    """
 
     path: str
     target: str
