@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simpart.capture import capture
 from simpart.graph import Graph
 from simpart.memory import StageActivations, activations_of, state_of, state_values, update_transient_bytes
+from simpart.model_spec import UserFactory, parse_model
 from simpart.training import TrainingSpec
+from simpart.zoo import ZooFactory
 from tests.toy_graphs import Toy, chain, device
 
 
@@ -158,3 +162,35 @@ def test_an_update_holds_temporaries_unless_fused() -> None:
     assert update_transient_bytes(TrainingSpec(fused=True), device(), state) == 0
     assert update_transient_bytes(TrainingSpec(optimizer="sgd"), device(), state) == 0
     assert update_transient_bytes(TrainingSpec(fused=True, master_weights=True), device(), state) == 2 * 16 * 4
+
+
+def saved_bytes(factory: ZooFactory | UserFactory, micro_batch: int) -> int:
+    """Storages that autograd keeps after a forward, but for parameters, buffers and inputs."""
+    module, inputs = factory(micro_batch)
+    outside = [*module.parameters(), *module.buffers(), *inputs]
+    known = {t.untyped_storage().data_ptr() for t in outside}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            found[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = module(*inputs)
+    assert loss.requires_grad
+    return sum(tensor.untyped_storage().nbytes() for tensor in found.values())
+
+
+@pytest.mark.parametrize(
+    ("model", "tolerance"),
+    [("tests.models:mlp", 0.0), ("gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", 0.0),
+     pytest.param("llama:layers=2,hidden=64,heads=4,seq=32,vocab=100", 0.0, marks=pytest.mark.slow),
+     pytest.param("resnet50", 0.002, marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_activations_are_what_autograd_keeps(model: str, tolerance: float) -> None:
+    """Statistics of batch norms, kept by autograd or not, make up the tolerance."""
+    factory = parse_model(model)
+    graph = capture(factory)
+    found = activations_of(graph, np.arange(len(graph.op_ids)), 3)
+    assert found.stash == pytest.approx(saved_bytes(factory, 3), rel=tolerance, abs=0)

@@ -23,6 +23,8 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 CACHE_BYTES = 1 << 20
 """Ends of one block of plans should stay in a core's second-level cache (1–2 MiB on current server cores)."""
+NUMPY_BYTES = 64 << 20
+"""Ends of one block of plans where numpy does the work: few blocks, little memory."""
 
 
 def times(topology: Topology, durations: Durations) -> Times:
@@ -69,10 +71,10 @@ def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> 
         topology.lag,
         topology.task_class,
     )
-    jitted = compiled(longest_paths, size * plans)
+    jitted = compiled(longest_paths, size * plans // 64)  # numpy does about 64 plans in the time of one in Python
     run = jitted or _longest_paths_numpy
     if jitted is None:
-        block = plans
+        block = max(1, NUMPY_BYTES // (8 * max(1, size)))
     for first in range(0, plans, block):
         rows = slice(first, min(first + block, plans))
         width = rows.stop - first
