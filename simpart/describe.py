@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
+from itertools import groupby
+
 import numpy as np
 
 from simpart.graph import Graph
 from simpart.hardware import Cluster
+from simpart.ops import base_name
 from simpart.partition import check_plan
-from simpart.placement import Placement, Strategy
-from simpart.plan import Plan
+from simpart.placement import Placement, Sharding, StatePlacement, Strategy
+from simpart.plan import Plan, kernel_ids
 
-__all__ = ["describe", "digits", "human_bytes", "human_seconds"]
+__all__ = ["describe", "digits", "human_bytes", "human_count", "human_seconds"]
 
 
 def human_bytes(n: float) -> str:
@@ -46,64 +51,144 @@ def digits(x: float) -> str:
 def describe(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> str:
     """Several lines: what runs where, on which share of the batch, in which order, and what crosses between stages."""
     found = check_plan(plan, graph)
+    parameters = "".join(f", {name} {value}" for name, value in plan.schedule.parameters)
     lines = [
-        f"{len(plan.stages)} stage{'s' if len(plan.stages) > 1 else ''} on {plan.device_count} devices, schedule "
-        f"{plan.schedule.kind}, {plan.batch.micro_batches} micro-batches of {plan.batch.micro_batch} samples "
-        f"(global batch {plan.global_batch}), {plan.mode}"
+        f"{counted(len(plan.stages), 'stage')} on {counted(plan.device_count, 'device')}, schedule "
+        f"{plan.schedule.kind}{parameters}, {counted(plan.batch.micro_batches, 'micro-batch')} of "
+        f"{counted(plan.batch.micro_batch, 'sample')} (global batch {plan.global_batch}), {plan.mode}"
     ]
     for s, (stage, ops) in enumerate(zip(plan.stages, found.ops, strict=True)):
-        group = plan.groups[stage.group]
-        where = f"devices {group.devices}"
-        if cluster is not None:
-            where += f" ({', '.join(sorted({cluster.device(d).name for d in group.devices}))})"
-        axes = " × ".join(f"{name} {size}" for name, size in group.axes if size > 1)
-        sizes = plan.batch.sizes[stage.group]
-        share = f"{len(sizes)} × {sizes[0]}" if len(set(sizes)) == 1 else " + ".join(map(str, sizes))
-        parameters = sum(graph.parameters[int(v)].spec.elements(1) for v in found.parameters[s])
-        parts = [where, *([axes] if axes else []), f"{share} samples", f"{parameters / 1e6:.1f} M parameters"]
+        held = sum(graph.parameters[int(v)].spec.elements(1) for v in found.parameters[s])
+        parts = [*group_words(plan, stage.group, cluster), f"{human_count(held)} parameters"]
         if stage.recompute:
-            parts.append(f"recomputes {sum(len(r.indices(graph)) for r in stage.recompute)} of {ops.size} ops")
+            again = np.unique(np.concatenate([region.indices(graph) for region in stage.recompute])).size
+            parts.append(f"recomputes {again} of {ops.size} ops")
         lines.append(f"  stage {s}: {summarise_ops(graph, ops)}; {', '.join(parts)}")
-        if stage.sharding is not None:
-            sharding = dict(plan.shardings)[stage.sharding]
-            for name, strategy in (*sharding.classes, *sharding.overrides):
-                lines.append(f"    {name}: {strategy_words(strategy)}")
     for crossing in found.crossings:
         op = graph.op_ids[int(graph.flat.value_op[crossing.value])]
-        way = (
-            ""
-            if len(crossing.destinations) == 1 and crossing.destinations[0] == crossing.source + 1
-            else f" ({plan.skips})"
-        )
-        to = ", ".join(map(str, crossing.destinations))
+        to, between = crossing.destinations, range(crossing.source + 1, crossing.destinations[-1])
+        way = ""
+        if between:
+            others = f"stage{'s' if len(between) > 1 else ''} {numbers(between)}"
+            way = f", relayed by {others}" if plan.skips == "relay" else f", sent past {others}"
         back = "" if crossing.carries_gradient else ", no gradient"
-        lines.append(f"  stage {crossing.source} → {to}{way}: {op}{back}")
+        lines.append(f"  stage {crossing.source} → {numbers(to)}: {op}{way}{back}")
     for value, stages in sorted(found.shared.items()):
-        lines.append(
-            f"  parameter {graph.parameters[value].name} in stages {', '.join(map(str, stages))}: gradients summed"
-        )
-    for name, rest in plan.state:
-        words = [
-            f"{what} {on_axes(places)}"
-            for what, places in (
-                ("parameter", rest.parameter),
-                ("gradient", rest.gradient),
-                ("optimizer state", rest.optimizer),
-            )
-            if places
-        ]
-        lines.append(f"  {name} rests as {', '.join(words) or 'replicas'}")
+        lines.append(f"  parameter {graph.parameters[value].name} in stages {numbers(stages)}: gradients summed")
+    lines.extend(f"  at rest: {line}" for line in state_words(plan.state))
+    for name, sharding in plan.shardings:
+        lines.extend(f"  {line}" for line in sharding_words(plan, graph, name, sharding))
     return "\n".join(lines)
+
+
+def group_words(plan: Plan, number: int, cluster: Cluster | None) -> list[str]:
+    """Devices of a group, how they share the micro-batch, and the axes along which they split kernels."""
+    group, sizes = plan.groups[number], plan.batch.sizes[number]
+    kinds = Counter() if cluster is None else Counter(cluster.device(d).name for d in group.devices)
+    words = f"devices {group.devices}" + (
+        f" ({', '.join(f'{n} × {kind}' for kind, n in kinds.items())})" if kinds else ""
+    )
+    if len(sizes) == 1:
+        share = counted(sizes[0], "sample")
+    elif len(set(sizes)) == 1:
+        share = f"{len(sizes)} replicas of {counted(sizes[0], 'sample')}"
+    else:
+        share = f"{len(sizes)} replicas of {' + '.join(map(str, sizes))} samples"
+    split = [f"{name} {size}" for name, size in group.sharding_axes if size > 1]
+    return [words, share, *([f"{'each ' if len(sizes) > 1 else ''}split over {' × '.join(split)}"] if split else [])]
+
+
+def state_words(state: tuple[tuple[str, StatePlacement], ...]) -> list[str]:
+    """One line for neighbours that rest alike."""
+    lines = []
+    for rest, rows in groupby(state, key=lambda row: row[1]):
+        kinds: dict[tuple[tuple[str, Placement], ...], list[str]] = {}
+        for what, places in (
+            ("parameter", rest.parameter),
+            ("gradient", rest.gradient),
+            ("optimizer state", rest.optimizer),
+        ):
+            kinds.setdefault(places, []).append(what)
+        words = [f"{listed(what)} {on_axes(places) if places else 'whole'}" for places, what in kinds.items()]
+        lines.append(f"{', '.join(name for name, _ in rows)}: {'; '.join(words)}")
+    return lines
 
 
 def on_axes(places: tuple[tuple[str, Placement], ...]) -> str:
     return " ".join(f"{placement} on {axis}" for axis, placement in places)
 
 
+def sharding_words(plan: Plan, graph: Graph, name: str, sharding: Sharding) -> list[str]:
+    """Per op the strategies of its kernels, views left out: they follow."""
+    stages = [s for s, stage in enumerate(plan.stages) if stage.sharding == name]
+    rows = (*sharding.classes, *sharding.overrides)
+    class_of = dict(zip(kernel_ids(graph), graph.flat.kernel_class.tolist(), strict=True))
+    exceptions = f", {counted(len(sharding.overrides), 'exception')}" if sharding.overrides else ""
+    lines = [
+        f"sharding {name!r} of stage{'s' if len(stages) > 1 else ''} {numbers(stages)}: "
+        f"{counted(len(sharding.classes), 'class')} of kernels{exceptions} "
+        "(R whole, S(d) split along dim d, P terms to be reduced; views not shown)"
+    ]
+    for op, kernels in groupby(rows, key=lambda row: row[0].partition("|")[0]):
+        path, _, target = op.partition("/")
+        words = []
+        for kernel, strategy in kernels:
+            _, phase, called = kernel.split("|")
+            if not graph.kernel_classes[class_of[kernel]].view:
+                called, _, k = called.rpartition("#")
+                again = f"#{k}" if k != "0" else ""
+                words.append(f"{phase} {base_name(called)}{again}: {strategy_words(strategy)}")
+        lines.extend(f"  {path or '(root)'} {base_name(target.partition('#')[0])}, {line}" for line in words)
+    return lines
+
+
 def strategy_words(strategy: Strategy) -> str:
+    """Per axis, placements of inputs and outputs."""
     return "; ".join(
-        f"{axis}: {', '.join(map(str, s.inputs))} → {', '.join(map(str, s.outputs))}" for axis, s in strategy.axes
+        f"{axis} {', '.join(map(str, s.inputs))} → {', '.join(map(str, s.outputs))}" for axis, s in strategy.axes
     )
+
+
+def counted(n: int, noun: str) -> str:
+    """A number with its noun.
+
+    >>> counted(1, "stage"), counted(2, "micro-batch")
+    ('1 stage', '2 micro-batches')
+    """
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}{'es' if noun.endswith(('s', 'ch')) else 's'}"
+
+
+def listed(words: list[str]) -> str:
+    """Words with commas and a last "and"."""
+    return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else words[0]
+
+
+def human_count(n: float) -> str:
+    """SI letters, three digits.
+
+    >>> human_count(110), human_count(1.75e11)
+    ('110', '175 G')
+    """
+    for unit in ("", " k", " M", " G"):
+        if abs(n) < 1000:
+            return f"{n:.0f}" if not unit else f"{digits(n)}{unit}"
+        n /= 1000
+    return f"{digits(n)} T"
+
+
+def numbers(values: Iterable[int]) -> str:
+    """Runs of three and more as `0–3`.
+
+    >>> numbers([0, 1, 2, 5])
+    '0–2, 5'
+    """
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and runs[-1][-1] == value - 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    return ", ".join(f"{r[0]}–{r[-1]}" if len(r) > 2 else ", ".join(map(str, r)) for r in runs)
 
 
 def summarise_ops(graph: Graph, ops: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
@@ -111,4 +196,4 @@ def summarise_ops(graph: Graph, ops: np.ndarray[tuple[int], np.dtype[np.int64]])
     paths = [graph.op_ids[i].rpartition("/")[0] for i in ops.tolist()]
     named = [p for p in paths if p] or ["(root)"]
     ends = named[0] if named[0] == named[-1] else f"{named[0]} … {named[-1]}"
-    return f"{len(ops)} ops, {ends}"
+    return f"{counted(len(ops), 'op')}, {ends}"

@@ -5,7 +5,8 @@ They hold no times, paths or dates.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +14,7 @@ from typing import Any, TypeVar
 import cattrs
 from cattrs.gen import make_dict_structure_fn, make_dict_unstructure_fn
 
-from simpart.errors import FormatError, UserError
+from simpart.errors import FormatError, MismatchError, UserError
 from simpart.files import read_document, write_document
 from simpart.graph import Graph
 from simpart.graph_format import graph_from_json, graph_to_json
@@ -55,30 +56,51 @@ class PlanFile:
 
 def _converter() -> cattrs.Converter:
     converter = cattrs.Converter(forbid_extra_keys=True)
-    texts: list[tuple[Any, Callable[[Any], Any], Callable[[str], Any]]] = [
-        (Devices, str, Devices.from_text),
+    texts: list[tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]] = [
+        (Devices, str, lambda value: Devices.from_text(_exactly(str, value))),
         (OpSet, _op_set_text, _op_set_from_text),
-        *[(kind, str, placement_from_text) for kind in (Replicate, Shard, Partial, Halo, Placement, Placement | Halo)],
+        *[(kind, str, _placement) for kind in (Replicate, Shard, Partial, Placement)],
+        *[(kind, str, lambda value: placement_from_text(_exactly(str, value))) for kind in (Halo, Placement | Halo)],
+        (Schedule, _schedule_to_json, _schedule_from_json),
     ]
     for kind, write, read in texts:
         converter.register_unstructure_hook(kind, write)
         converter.register_structure_hook(kind, _reader(read))
-    converter.register_unstructure_hook(Schedule, _schedule_to_json)
-    converter.register_structure_hook(Schedule, _schedule_from_json)
-    for kind in (Plan, Stage, DeviceGroup, Batch, TrainingSpec, Sharding, Strategy, AxisStrategy, StatePlacement):
-        write_one = make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True)
-        converter.register_unstructure_hook(kind, write_one)
+    for exact in (int, str, bool):
+        converter.register_structure_hook(exact, lambda value, wanted: _exactly(wanted, value))
+    converter.register_structure_hook(float, lambda value, _: _number(value))
+    # The inner ones first: each is built into those that hold it.
+    for kind in (AxisStrategy, Strategy, Sharding, StatePlacement, DeviceGroup, Stage, Batch, Plan, TrainingSpec):
+        converter.register_unstructure_hook(
+            kind, make_dict_unstructure_fn(kind, converter, _cattrs_omit_if_default=True)
+        )
         converter.register_structure_hook(kind, make_dict_structure_fn(kind, converter, _cattrs_forbid_extra_keys=True))
     return converter
 
 
-def _reader(read: Callable[[str], Any]) -> Callable[[Any, Any], Any]:
-    def structure(value: Any, _: Any) -> Any:
-        if not isinstance(value, str | list):
-            raise FormatError(f"expected text, got {value!r}")
-        return read(value)  # type: ignore[arg-type]
+def _reader(read: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    return lambda value, _: read(value)
 
-    return structure
+
+def _exactly(kind: type[T], value: Any) -> T:
+    """No silent conversion: "3", 2.7 and true are no counts."""
+    if type(value) is not kind:
+        words = {int: "a whole number", str: "text", bool: "true or false"}
+        raise FormatError(f"expected {words.get(kind, kind.__name__)}, got {value!r}")
+    return value
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise FormatError(f"expected a number, got {value!r}")
+    return float(value)
+
+
+def _placement(value: Any) -> Any:
+    found = placement_from_text(_exactly(str, value))
+    if isinstance(found, Halo):
+        raise FormatError(f"only an input has a halo, got {value}; write {found.shard}")
+    return found
 
 
 def _op_set_text(ops: OpSet) -> list[Any]:
@@ -86,10 +108,10 @@ def _op_set_text(ops: OpSet) -> list[Any]:
 
 
 def _op_set_from_text(content: Any) -> OpSet:
-    runs = [(run, run) if isinstance(run, str) else tuple(run) for run in content]
-    if not all(len(run) == 2 and all(isinstance(name, str) for name in run) for run in runs):
+    runs = [[run, run] if type(run) is str else run for run in content] if type(content) is list else [content]
+    if not all(type(run) is list and len(run) == 2 and all(type(name) is str for name in run) for run in runs):
         raise FormatError("a set of ops is a list of ids and of [first id, last id] runs")
-    return OpSet(tuple((str(a), str(b)) for a, b in runs))
+    return OpSet(tuple((first, last) for first, last in runs))
 
 
 def _schedule_to_json(schedule: Schedule) -> dict[str, Any]:
@@ -101,14 +123,17 @@ def _schedule_to_json(schedule: Schedule) -> dict[str, Any]:
     return content
 
 
-def _schedule_from_json(content: Any, _: Any) -> Schedule:
-    known = {"kind", "parameters", "rows"}
-    if not isinstance(content, Mapping) or not set(content) <= known or not isinstance(content.get("kind"), str):
-        raise FormatError(f"a schedule has the keys {', '.join(sorted(known))}, got {content!r}")
-    parameters = tuple((str(k), int(v)) for k, v in content.get("parameters", {}).items())
-    return Schedule(
-        kind=content["kind"], parameters=parameters, explicit=parse_rows("\n".join(content.get("rows", [])))
-    )
+def _schedule_from_json(content: Any) -> Schedule:
+    known = {"kind": str, "parameters": dict, "rows": list}
+    if (
+        type(content) is not dict
+        or "kind" not in content
+        or not all(type(value) is known.get(key) for key, value in content.items())
+    ):
+        raise FormatError("a schedule has a kind (text) and may have parameters (name: number) and rows (list of text)")
+    parameters = tuple((name, _exactly(int, value)) for name, value in content.get("parameters", {}).items())
+    rows = parse_rows("\n".join(_exactly(str, row) for row in content.get("rows", [])))
+    return Schedule(kind=content["kind"], parameters=parameters, explicit=rows)
 
 
 _CONVERTER = _converter()
@@ -117,11 +142,19 @@ _CONVERTER = _converter()
 def _structure(kind: type[T], content: Any, what: str) -> T:
     try:
         return _CONVERTER.structure(content, kind)
-    except UserError:
-        raise
+    except UserError as error:
+        raise FormatError(f"{what} is malformed: {_one_line(str(error))}") from error
     except Exception as error:  # cattrs wraps whatever a hook raised in its own groups
-        reasons = cattrs.transform_error(error, path="$")
-        raise FormatError(f"{what} is malformed: {reasons[0]}") from error
+        reasons = cattrs.transform_error(error, path=what.split()[-1], format_exception=_reason)
+        raise FormatError(f"{what} is malformed: {_one_line(reasons[0])}") from error
+
+
+def _reason(error: BaseException, kind: type | None) -> str:
+    return str(error) if isinstance(error, UserError) else cattrs.v.format_exception(error, kind)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
 def plan_to_json(plan: Plan) -> dict[str, Any]:
@@ -156,16 +189,40 @@ def save_plan(path: Path | str, file: PlanFile) -> None:
 
 
 def load_plan(path: Path | str) -> PlanFile:
-    """Read a plan file and check that plan and graph belong together. Runs nothing that the file says."""
+    """Read a plan file and check that plan, graph and cluster belong together. Runs nothing that the file says."""
     content = read_document(path, KIND, VERSION)
-    missing = [key for key in ("plan", "training", "cluster", "graph") if key not in content]
-    if missing:
-        raise FormatError(f"{path} lacks {', '.join(missing)}; write it again with simpart plan or simpart search")
-    file = PlanFile(
-        plan=plan_from_json(content["plan"]),
-        training=training_from_json(content["training"]),
-        cluster=Cluster.from_dict(content["cluster"]),
-        graph=graph_from_json(content["graph"]),
-    )
-    check_plan(file.plan, file.graph)
+    known = ("model", "plan", "training", "cluster", "graph")
+    for key in known:
+        if key not in content:
+            raise FormatError(f"{path} lacks {key}; write it again with simpart plan or simpart search")
+    for key in content:
+        if key not in (*known, "kind", "version"):
+            raise FormatError(f"{path}: unknown key {key!r}; a plan file has {', '.join(known)}")
+    try:
+        file = PlanFile(
+            plan=plan_from_json(content["plan"]),
+            training=training_from_json(content["training"]),
+            cluster=Cluster.from_dict(content["cluster"]),
+            graph=graph_from_json(content["graph"]),
+        )
+        _check_devices(file)
+        check_plan(file.plan, file.graph)
+    except UserError as error:
+        raise type(error)(f"{path}: {_one_line(str(error))}") if type(error) in _PLAIN else error from error
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:  # a cluster's numbers of a wrong kind
+        raise FormatError(f"{path}: the cluster is malformed: {_one_line(str(error))}") from error
+    if content["model"] != file.graph.model:
+        raise FormatError(f"{path} says model {content['model']!r}, its graph {file.graph.model!r}; write it again")
     return file
+
+
+_PLAIN = (UserError, FormatError, MismatchError)  # those made from a message alone
+
+
+def _check_devices(file: PlanFile) -> None:
+    for g, group in enumerate(file.plan.groups):
+        last = max((range(*run)[-1] for run in group.devices.runs), default=0)
+        if last >= file.cluster.size:
+            raise UserError(
+                f"group {g} uses device {last}, cluster {file.cluster.name} has {file.cluster.size}; count from 0"
+            )
