@@ -25,7 +25,6 @@ def costs_array(name: str, values: npt.ArrayLike, *, finite: bool = False) -> np
     bad = ~(array >= 0) | (np.isinf(array) if finite else False)
     if bad.any():
         at = tuple(int(x) for x in np.argwhere(bad)[0])
-        raise UserError(
-            f"{name} must be {'finite numbers' if finite else 'numbers'} >= 0, got {array[at]} at {list(at)}; mend the costs"
-        )
+        kind = "finite numbers" if finite else "numbers"
+        raise UserError(f"{name} must be {kind} >= 0, got {array[at]} at {list(at)}; mend the costs")
     return array

@@ -47,7 +47,7 @@ class PiperVariant:
     bytes_in_flight: float
     bytes_static: float
     sync_bytes: tuple[tuple[int, float], ...]
-    """Extra bytes per sample exchanged between the devices of a stage, by the neighbour that an edge leads to or from."""
+    """Extra bytes per sample for each edge that leaves or enters a stage, by the neighbour at its other end."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

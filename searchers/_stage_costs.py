@@ -6,6 +6,7 @@ two-dimensional histograms, without pricing or walking a stage on its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 
 import numpy as np
@@ -83,7 +84,11 @@ class ChainProblem:
         return np.minimum(block, self.size - 1)
 
     def costs(self, shape: PipelineShape, schedule: str, power_of_two: bool) -> StageCosts | None:
-        """None where the global batch cannot be divided like this."""
+        """None where the global batch cannot be divided like this.
+
+        What a stage does once per step (gradient all-reduce, update) is spread over its micro-batches as backward time,
+        so that the cuts balance it too; `allreduce_s` is therefore zero.
+        """
         problem = self.problem
         samples, rest = divmod(problem.global_batch, shape.pipelines * shape.micro_batches)
         if rest:
@@ -106,19 +111,20 @@ class ChainProblem:
             for pair, inside, out in zip(ranks, entering, leaving, strict=True)
         ]
         gradients = self._state["gradients"]
-        allreduce = [self._all_reduce(r, shape, gradients) for r in replicas]
+        tail = [self._all_reduce(r, shape, gradients) + self._state["update_s"] for r in replicas]
+        share = 1 / shape.micro_batches
+        per_micro_batch = [t * share + self._state["accumulate_s"] * (1 - share) for t in tail]
         state = self._state["all"]
         static = [state + self._transients(b, shape.recompute) for b in sizes]
-        stack = lambda arrays: np.stack(arrays, axis=-1)  # noqa: E731
         forward, backward = zip(*tables, strict=True)
         return StageCosts(
             replicas=replicas,
-            forward_s=stack(forward),
-            backward_s=stack(backward),
-            transfer_s=stack(transfer),
-            allreduce_s=stack(allreduce),
-            static_bytes=stack(static),
-            stash_bytes=stack([s + i for s, i in zip(stash, entering, strict=True)]),
+            forward_s=_stack(forward),
+            backward_s=_stack([b + more for b, more in zip(backward, per_micro_batch, strict=True)]),
+            transfer_s=_stack(transfer),
+            allreduce_s=np.zeros((self.size, self.size + 1, len(replicas))),
+            static_bytes=_stack(static),
+            stash_bytes=_stack([s + i for s, i in zip(stash, entering, strict=True)]),
             limit_bytes=self.limit_bytes,
             micro_batches=shape.micro_batches,
             allowed=np.ones((self.size, self.size + 1, len(replicas)), dtype=np.bool_),
@@ -131,7 +137,8 @@ class ChainProblem:
     def _runs(self, per_op: Floats) -> Floats:
         """[i, j] = sum over the blocks i … j-1."""
         prefix = np.concatenate([[0.0], np.cumsum(np.bincount(self.block_of, weights=per_op, minlength=self.size))])
-        return np.maximum(prefix[None, :] - prefix[: self.size, None], 0.0)
+        runs: Floats = np.maximum(prefix[None, :] - prefix[: self.size, None], 0.0)
+        return runs
 
     @lru_cache(maxsize=256)  # noqa: B019  (a ChainProblem lives as long as one search)
     def _times(self, micro_batch: int, recompute: bool) -> tuple[Floats, Floats]:
@@ -197,7 +204,8 @@ class ChainProblem:
         for value, op in zip(flat.op_inputs.tolist(), consumer.tolist(), strict=True):
             if value in held:
                 readers.setdefault(value, set()).add(int(self.block_of[op]))
-        everything, gradients, update = (np.zeros((n, n + 1)) for _ in range(3))
+        everything, gradients, update, update_s, accumulate_s = (np.zeros((n, n + 1)) for _ in range(5))
+        row_of, updates, accumulations = self.problem.update_prices(self.device)
         for value, read in readers.items():
             state = state_of(self.graph, self.problem.training, [value])
             total = state.parameters + state.gradients + state.optimizer_state
@@ -207,9 +215,15 @@ class ChainProblem:
                 rows = slice(start, block + 1)
                 everything[rows, block + 1 :] += total
                 gradients[rows, block + 1 :] += state.gradients
+                if value in row_of:
+                    update_s[rows, block + 1 :] += updates.seconds[row_of[value]]
+                    accumulate_s[rows, block + 1 :] += accumulations.seconds[row_of[value]]
                 np.maximum(update[rows, block + 1 :], transient, out=update[rows, block + 1 :])
                 start = block + 1
-        return {"all": everything, "gradients": gradients, "update": update}
+        return {
+            "all": everything, "gradients": gradients, "update": update,
+            "update_s": update_s, "accumulate_s": accumulate_s,
+        }  # fmt: skip
 
     def _all_reduce(self, replicas: int, shape: PipelineShape, gradients: Floats) -> Floats:
         """Gradients over all replicas of a stage: those of one pipeline side by side, pipelines `devices` apart."""
@@ -230,3 +244,8 @@ class ChainProblem:
         table = CollectiveTable(tuple(Collective(kind, size, ranks) for size in at))
         estimate = self.problem.costs.communication.estimate(table, self.problem.cluster)
         return np.array(at, dtype=np.float64), estimate.mean_s
+
+
+def _stack(per_replica_count: Sequence[Floats]) -> Floats:
+    """[i, j] arrays of every replica count as one [i, j, k] array."""
+    return np.stack(per_replica_count, axis=-1)

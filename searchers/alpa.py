@@ -1,13 +1,12 @@
 """Alpa's inter-operator pass: stages and submeshes that minimise the sum of stage times + (B - 1) times the largest.
 
-Reference: Zheng et al., OSDI 2022; https://github.com/alpa-projects/alpa. For a cap on stage times a dynamic program gives the least
-sum. The release tries caps in ascending order; here whole ranges of caps fall to a bound, so that few programs are solved, and no gap
-between caps depends on the unit of time. Submeshes may have any size.
+Reference: Zheng et al., OSDI 2022; https://github.com/alpa-projects/alpa. For a cap on stage times a dynamic program
+gives the least sum. The release tries caps in ascending order; here whole ranges of caps fall to a bound, so that few
+programs are solved, and no gap between caps depends on the unit of time. Submeshes may have any size.
 """
 
 from __future__ import annotations
 
-import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simpart.engines._jit import compiled
+from simpart.searchers._caps import least_sum_and_maximum
 from simpart.searchers._inputs import costs_array
 
 __all__ = ["AlpaPlan", "AlpaStage", "InterOp", "InterOpCosts", "interop_total_s", "solve_golden", "successors_allowed"]
@@ -29,7 +29,8 @@ Integers = npt.NDArray[np.int64]
 class InterOpCosts:
     """Seconds of layers [i, j) for one micro-batch under each option, (n, n + 1, options); infinite where it cannot be.
 
-    Option o takes `sizes[o]` devices: one per submesh and way to shard it. `successors` is how many stages may come after, from memory.
+    Option o takes `sizes[o]` devices: one per submesh and way to shard it. `successors` is how many stages may come
+    after, from memory.
     """
 
     time_s: Floats
@@ -63,14 +64,14 @@ class AlpaPlan:
 def successors_allowed(
     free_bytes: Floats, peak_bytes: Floats, initial_bytes: Floats, intermediate_bytes: Floats
 ) -> Integers:
-    """How many stages may follow in 1F1B, where a stage with x successors keeps x + 1 micro-batches; -1: it does not fit.
+    """How many stages may follow in 1F1B, where one with x successors keeps x + 1 micro-batches; -1: it does not fit.
 
-    `initial` are parameters and states, `peak` what one micro-batch needs while it runs, `intermediate` what it leaves behind.
+    `initial` are parameters and states, `peak` what one micro-batch needs while it runs, `intermediate` what it leaves.
     """
     with np.errstate(divide="ignore", invalid="ignore"):
         count = np.floor((free_bytes - peak_bytes - initial_bytes) / intermediate_bytes) - 1
     count = np.where(np.isnan(count), np.where(free_bytes >= peak_bytes + initial_bytes, 4096, -1), count)
-    return np.clip(count, -1, 4096).astype(np.int64)
+    return np.asarray(np.clip(count, -1, 4096), dtype=np.int64)
 
 
 def interop_total_s(costs: InterOpCosts, stages: Sequence[AlpaStage], micro_batches: int) -> float:
@@ -105,44 +106,14 @@ class InterOp:
         """A best plan, of `stage_count` stages if given; None if there is none."""
         if not self.caps or (stage_count is not None and not 1 <= stage_count <= self.most_stages):
             return None
-        cap, bound_s = self._search(stage_count, relative_gap)
-        if cap == math.inf:
+        cap, value_s, bound_s = least_sum_and_maximum(
+            self.caps, self.micro_batches - 1, lambda cap: self._least(cap, stage_count), relative_gap=relative_gap
+        )
+        if value_s == math.inf:
             return None
         stages = self._trace(cap, stage_count)
         total_s = interop_total_s(self.costs, stages, self.micro_batches)
         return AlpaPlan(stages=stages, total_s=total_s, bound_s=min(bound_s, total_s))
-
-    def _search(self, stage_count: int | None, relative_gap: float) -> tuple[float, float]:
-        """(cap of a best plan, bound). `known` holds caps with the least sum below each; between two of them a bound holds for all."""
-        steady = self.micro_batches - 1
-        known: list[tuple[float, float]] = [(-math.inf, math.inf)]
-        best, best_cap = math.inf, math.inf
-
-        def ask(cap: float) -> None:
-            nonlocal best, best_cap
-            total, largest = self._least(cap, stage_count)
-            bisect.insort(known, (cap, total))
-            if total < math.inf:
-                if largest < cap:  # caps down to the largest time used have the same least sum
-                    bisect.insort(known, (largest, total))
-                if total + steady * largest < best:
-                    best, best_cap = total + steady * largest, largest
-
-        ask(self.caps[-1])
-        while True:
-            least, split = math.inf, 0.0
-            for (low, low_sum), (high, high_sum) in zip(known, known[1:], strict=False):
-                if high_sum == math.inf or high_sum == low_sum:
-                    continue
-                first, last = bisect.bisect_right(self.caps, low), bisect.bisect_left(self.caps, high)
-                if first >= last:
-                    continue
-                bound = high_sum + steady * self.caps[first]
-                if bound < least:
-                    least, split = bound, self.caps[(first + last - 1) // 2]
-            if least * (1 + relative_gap) >= best:
-                return best_cap, min(least, best)
-            ask(split)
 
     def _least(self, cap: float, stage_count: int | None) -> tuple[float, float]:
         """(least sum, its largest time) of plans with no stage above `cap`."""
@@ -194,7 +165,8 @@ class InterOp:
             usable = np.flatnonzero(self.sizes <= d)
             rest = d - self.sizes[usable]
             time_s = self.time_s[i, i + 1 :, usable].T
-            fits = (time_s <= cap) & (self.costs.successors[i, i + 1 :, usable].T >= s - 1)
+            later = self.costs.successors[i, i + 1 :, usable].T
+            fits = (time_s <= cap) & (later >= s - 1)
             reached = np.maximum(time_s, largest[s - 1, i + 1 :, rest].T)
             same = fits & (time_s + total[s - 1, i + 1 :, rest].T == total[s, i, d]) & (reached == largest[s, i, d])
             k, o = (int(x) for x in np.argwhere(same)[0])

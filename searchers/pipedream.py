@@ -1,7 +1,8 @@
 """PipeDream: cut a graph so that the slowest stage is as fast as possible, stages replicated, machines nested.
 
-Reference: Narayanan et al., SOSP 2019; https://github.com/msr-fiddle/pipedream. Mended here, unless `released`: the first stage also
-sends what it makes, and memory counts the micro-batches that are really in flight, so that the last stage is not free.
+Reference: Narayanan et al., SOSP 2019; https://github.com/msr-fiddle/pipedream. Mended here, unless `released`: the
+first stage also sends what it makes, and memory counts the micro-batches that are really in flight, so that the last
+stage is not free.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ def solve(
 ) -> PipeDreamPlan | None:
     """The plan whose slowest stage takes least, on all devices of all levels (the lowest first); None if none fits.
 
-    `straight`: no stage is replicated. `fewer_devices`: units may stay idle. `limit_bytes` bounds (parameters + activations) × micro-batches in
-    flight. `released`: the published rules, for comparison.
+    `straight`: no stage is replicated. `fewer_devices`: units may stay idle. `limit_bytes` bounds (parameters +
+    activations) × micro-batches in flight. `released`: the published rules, for comparison.
     """
     solver = _Solver(cuts, tuple(levels), transfers, limit_bytes, straight, fewer_devices, released)
     table = solver.table(len(levels) - 1, 0)
@@ -258,7 +259,7 @@ class _Solver:
 
 
 def solve_golden(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Published or enumerated cases, with the released rules: a chain c, P, act, a on N devices, or a profile on levels."""
+    """Published or enumerated cases, with the released rules: c, P, act, a on N devices, or a profile on levels."""
     if "profile" in inputs:
         cuts = graph_cuts(*read_pipedream(find_profile(inputs["profile"], inputs["data_folders"])))
         if inputs.get("states", cuts.last) != cuts.last:

@@ -1,4 +1,4 @@
-"""Piper: stages of any acyclic graph, each with its own data and tensor degree and a variant (such as recomputation) per node.
+"""Piper: stages of any acyclic graph, each with its own degrees and a variant (such as recomputation) per node.
 
 Minimises the time per sample of the slowest stage under 1F1B memory. Reference: Tarnawski et al., NeurIPS 2021;
 https://github.com/msr-fiddle/piper. The choice of variants is a knapsack: the release swaps variants in order of time
@@ -8,7 +8,7 @@ lost per byte saved; here it is solved exactly unless that rule is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -76,7 +76,7 @@ class PiperPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Tables:
-    """[node, variant]; infinite time where a node has no such variant. `crossing[u, v, l]`: bytes if only v is inside."""
+    """[node, variant]; infinite time where there is none. `crossing[u, v, x]`: bytes if v is inside and u is not."""
 
     time_s: Floats
     parameters: Floats
@@ -108,11 +108,9 @@ def _tables(problem: PiperProblem, tensor: int) -> _Tables:
 
 
 def stage_time_s(problem: PiperProblem, stage: PiperStage, later_degrees: int) -> float:
-    """Seconds per sample of a stage when data degrees from it on sum to `later_degrees`; infinite if it does not fit."""
+    """Seconds per sample of a stage when data degrees from it on sum to `later_degrees`; infinite if too large."""
     d, inside = stage.data, set(stage.nodes)
-    picked = [
-        problem.nodes[v].variants[stage.tensor][x] for v, x in zip(stage.nodes, stage.variants, strict=True)
-    ]
+    picked = [problem.nodes[v].variants[stage.tensor][x] for v, x in zip(stage.nodes, stage.variants, strict=True)]
     flying = -(-later_degrees // d)
     if sum(each.bytes_in_flight * flying + each.bytes_static for each in picked) > problem.limit_bytes:
         return math.inf
@@ -129,39 +127,91 @@ def solve(problem: PiperProblem, *, variants: Variants = "exact", most_cuts: int
     pairs = np.argwhere(nested(inside))  # sorted by the smaller set: nodes done before the stage, and after it
     stages = inside[pairs[:, 1]] & ~inside[pairs[:, 0]]
     search = _Search(problem, pairs, stages, variants)
-    return search.plan(len(inside))
+    return search.best(len(inside))
 
 
 class _Search:
-    """least[x][k, s]: least time of the slowest stage for the nodes outside set x, on k devices, data degrees summing to s."""
+    """Tables over closed sets x: least[x, k, s] is the least time of the slowest stage for the nodes outside x.
 
-    def __init__(self, problem: PiperProblem, pairs: Integers, stages: npt.NDArray[np.bool_], variants: Variants) -> None:
-        self.problem, self.pairs, self.stages, self.variants = problem, pairs, stages, variants
+    They run on k devices, with data degrees that sum to s.
+    """
+
+    def __init__(
+        self, problem: PiperProblem, pairs: Integers, stages: npt.NDArray[np.bool_], variants: Variants
+    ) -> None:
+        self.problem, self.pairs, self.variants = problem, pairs, variants
+        self.stages = stages.astype(np.float64)
+        self.sent: dict[int, Floats] = {}
         self.most_degrees = min(problem.micro_batches, problem.devices)
         self.choices = [(t, d) for t in problem.degrees for d in problem.data_degrees(t)]
-        self.times = [self._times(t, d) for t, d in self.choices]
 
-    def _times(self, tensor: int, data: int) -> Floats:
-        """[pair, s] seconds of every stage when data degrees from it on sum to s."""
+    def best(self, sets: int) -> PiperPlan | None:
+        """First a good plan without solving knapsacks, then the best: no stage of it takes longer than the good one's.
+
+        Few stages are left whose variants must be chosen.
+        """
+        rough = self._plan([self._times(t, d, None) for t, d in self.choices], sets)
+        if rough is None:
+            return None
+        return self._plan([self._times(t, d, rough.value_s) for t, d in self.choices], sets)
+
+    def _times(self, tensor: int, data: int, most_s: float | None) -> Floats:
+        """[pair, s] seconds of every stage when data degrees from it on sum to s, infinite above `most_s`.
+
+        Without `most_s`, stages whose fastest variants do not fit take those of least bytes.
+        """
         tables = self.problem.tables(tensor)
-        weighed = self._contributions(tables, data)
+        seconds = self._contributions(tensor, data)
+        fastest = seconds.argmin(axis=2)
+        fastest_s = self._sums(seconds, fastest)
+        growing, fixed = self._sums(tables.in_flight[None], fastest), self._sums(tables.static[None], fastest)
+        limit = self.problem.limit_bytes
+        offered = np.isfinite(tables.time_s)
+        whole = self.stages @ (~offered.any(axis=1)) == 0
         most_flying = -(-self.most_degrees // data)
         times = np.full((len(self.pairs), most_flying + 1), np.inf)
         for flying in range(1, most_flying + 1):
-            held = tables.in_flight * flying + tables.static
-            times[:, flying] = _least_times(weighed, self.stages, held, self.problem.limit_bytes, self.variants)
-            if np.isinf(times[:, flying]).all():
+            held = np.where(offered, tables.in_flight * flying + tables.static, np.inf)
+            least = held.min(axis=1)
+            usable = whole & (self.stages @ np.where(np.isfinite(least), least, 0.0) <= limit)
+            if not usable.any():
                 break
+            tight = growing * flying + fixed > limit
+            time_s = np.where(usable, fastest_s, np.inf)
+            if most_s is None:
+                smallest = np.broadcast_to(held.argmin(axis=1), fastest.shape)
+                time_s = np.where(tight & np.isfinite(time_s), self._sums(seconds, smallest), time_s)
+            else:
+                time_s[time_s > most_s] = np.inf
+                for row in np.flatnonzero(tight & np.isfinite(time_s)):
+                    nodes = np.flatnonzero(self.stages[row])
+                    time_s[row], _ = self._choose(seconds[row, nodes], held[nodes], limit)
+            times[:, flying] = time_s
         return times[:, -(-np.arange(self.most_degrees + 1) // data)]
 
-    def _contributions(self, tables: _Tables, data: int) -> Floats:
-        """[pair, node, variant] seconds that each node of a stage adds."""
-        n, most = tables.time_s.shape
-        sent = ((~self.stages).astype(np.float64) @ tables.crossing.reshape(n, n * most)).reshape(-1, n, most)
-        gradients = 4 * (data - 1) * tables.parameters / (data * self.problem.micro_batches)
-        return (sent / data + gradients) / self.problem.bytes_per_s + tables.time_s / data
+    @property
+    def _choose(self) -> Callable[[Floats, Floats, float], tuple[float, Integers]]:
+        return _exact if self.variants == "exact" else _swaps
 
-    def plan(self, sets: int) -> PiperPlan | None:
+    def _sums(self, values: Floats, choice: Integers) -> Floats:
+        """Sums over the nodes of each stage of the values of the chosen variants; those that do not exist count 0."""
+        picked = np.take_along_axis(values, choice[:, :, None], axis=2)[:, :, 0]
+        sums: Floats = np.einsum("pv,pv->p", np.where(np.isfinite(picked), picked, 0.0), self.stages)
+        return sums
+
+    def _contributions(self, tensor: int, data: int) -> Floats:
+        """[pair, node, variant] seconds that each node of a stage adds; infinite for those that do not exist."""
+        tables = self.problem.tables(tensor)
+        n, most = tables.time_s.shape
+        if tensor not in self.sent:
+            sent = (1.0 - self.stages) @ tables.crossing.reshape(n, n * most)
+            self.sent[tensor] = sent.reshape(-1, n, most)
+        gradients = 4 * (data - 1) * tables.parameters / (data * self.problem.micro_batches)
+        return self.sent[tensor] / (data * self.problem.bytes_per_s) + (
+            gradients / self.problem.bytes_per_s + tables.time_s / data
+        )
+
+    def _plan(self, all_times: list[Floats], sets: int) -> PiperPlan | None:
         """Fill the tables from the full set down, then walk them."""
         k_most, s_most = self.problem.devices, self.most_degrees
         least = np.full((sets, k_most + 1, s_most + 1), np.inf)
@@ -170,7 +220,7 @@ class _Search:
         for x in range(sets - 2, -1, -1):
             rows = slice(starts[x], starts[x + 1])
             after = least[self.pairs[rows, 1]]
-            for (t, d), times in zip(self.choices, self.times, strict=True):
+            for (t, d), times in zip(self.choices, all_times, strict=True):
                 stage = times[rows, None, d:]
                 if np.isfinite(stage).any():
                     reached = np.maximum(after[:, : k_most + 1 - t * d, : s_most + 1 - d], stage).min(axis=0)
@@ -181,13 +231,15 @@ class _Search:
             return None
         x, stages = 0, []
         while k > 0:
-            row, (t, d) = self._step(least, slice(starts[x], starts[x + 1]), x, k, s)
+            row, (t, d) = self._step(all_times, least, slice(starts[x], starts[x + 1]), x, k, s)
             stages.append(self._stage(row, t, d, s))
             x, k, s = int(self.pairs[row, 1]), k - t * d, s - d
         return PiperPlan(stages=tuple(stages), value_s=value)
 
-    def _step(self, least: Floats, rows: slice, x: int, k: int, s: int) -> tuple[int, tuple[int, int]]:
-        for (t, d), times in zip(self.choices, self.times, strict=True):
+    def _step(
+        self, all_times: list[Floats], least: Floats, rows: slice, x: int, k: int, s: int
+    ) -> tuple[int, tuple[int, int]]:
+        for (t, d), times in zip(self.choices, all_times, strict=True):
             if t * d <= k and d <= s:
                 reached = np.maximum(least[self.pairs[rows, 1], k - t * d, s - d], times[rows, s])
                 if (row := int(np.argmin(reached))) is not None and reached[row] == least[x, k, s]:
@@ -197,31 +249,12 @@ class _Search:
     def _stage(self, row: int, tensor: int, data: int, s: int) -> PiperStage:
         tables = self.problem.tables(tensor)
         nodes = np.flatnonzero(self.stages[row])
-        seconds = self._contributions(tables, data)[row, nodes]
+        seconds = self._contributions(tensor, data)[row, nodes]
         held = (tables.in_flight * -(-s // data) + tables.static)[nodes]
-        choose = _exact if self.variants == "exact" else _swaps
-        _, picked = choose(seconds, held, self.problem.limit_bytes)
+        _, picked = self._choose(seconds, held, self.problem.limit_bytes)
         return PiperStage(
             nodes=tuple(int(v) for v in nodes), variants=tuple(int(p) for p in picked), data=data, tensor=tensor
         )
-
-
-def _least_times(
-    seconds: Floats, stages: npt.NDArray[np.bool_], held: Floats, limit: float, variants: Variants
-) -> Floats:
-    """Least time of each stage over the choices of variants that fit: the fastest of each node where they do."""
-    fastest = seconds.argmin(axis=2)
-    bytes_fastest = np.where(stages, np.take_along_axis(held[None], fastest[:, :, None], axis=2)[:, :, 0], 0.0)
-    time_s = np.where(stages, seconds.min(axis=2), 0.0).sum(axis=1)
-    usable = np.where(np.isfinite(seconds), held[None], np.inf).min(axis=2)
-    least_bytes = np.where(stages, usable, 0.0).sum(axis=1)
-    tight = bytes_fastest.sum(axis=1) > limit
-    time_s[least_bytes > limit] = np.inf
-    choose = _exact if variants == "exact" else _swaps
-    for row in np.flatnonzero(tight & (least_bytes <= limit)):
-        nodes = np.flatnonzero(stages[row])
-        time_s[row], _ = choose(seconds[row, nodes], held[nodes], limit)
-    return np.asarray(time_s, dtype=np.float64)
 
 
 def _swaps(seconds: Floats, held: Floats, limit: float) -> tuple[float, Integers]:
@@ -319,7 +352,9 @@ def solve_golden(inputs: dict[str, Any]) -> dict[str, Any]:
     sets = members(closed_sets(len(nodes), edges), len(nodes))
     return {
         "feasible": plan is not None,
-        "piper": None if plan is None else {"time_per_sample": plan.value_s, "stages_nodes_dp_recomputed": _shape(plan)},
+        "piper": None
+        if plan is None
+        else {"time_per_sample": plan.value_s, "stages_nodes_dp_recomputed": _shape(plan)},
         "pipedream_2bw_like": None
         if equal is None
         else {

@@ -17,9 +17,10 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._bounds import lockstep_s
-from simpart.searchers._chain import ChainPlan, StageCosts, Unplannable, solve_chain
+from simpart.searchers._chain import ChainPlan, ChainStage, StageCosts, Unplannable, solve_chain
 from simpart.searchers._linear import linear_costs
 from simpart.searchers._pipelines import PipelineChoice, PipelineShape, all_shapes, released_search, search_pipelines
+from simpart.searchers._refine import climb
 from simpart.searchers._stage_costs import ChainProblem
 from simpart.searching import Candidate, Control
 
@@ -40,55 +41,67 @@ class Rannc:
     most_blocks: int = 32
     power_of_two: bool = False
     most_micro_batches: int = 128
+    refined_leaders: int = 2
+    refined_within: float = 1.1
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
-        """Plans of every number of stages that fits, best estimate first within a shape; a reason where none fits."""
-        nodes, per_node = _nodes(problem)
-        size = problem.cluster.size
-        found: dict[int, str] = {}
-        planned: set[int] = set()
-        least = float("inf")
+        """Plans of every number of stages that fits, best estimate first within a shape; then, from the leaders of each
+        number, what hill climbing by simulation finds; a reason where none fits."""
+        reasons: dict[int, str] = {}
+        leaders: dict[int, list[_Leader]] = {}
         for schedule in problem.space.schedules:
-            for graph, micro_batches in self._graphs(problem, size):
+            for graph, micro_batches in self._graphs(problem):
                 chain = ChainProblem(problem, graph, min(micro_batches), self.most_blocks)
-                most = min(problem.space.max_stages or size, size, chain.size)
-                counts = self._counts(problem)
-                if schedule == "gpipe" and "1f1b" in problem.space.schedules:
-                    counts = [m for m in counts if m > 1]  # with one micro-batch both are the same
-                shapes = all_shapes(nodes, per_node, counts, [r == "full" for r in problem.space.recompute])
-                seen = 0
-                results = search_pipelines(
-                    shapes,
-                    lambda shape, chain=chain, schedule=schedule: chain.costs(shape, schedule, self.power_of_two),  # type: ignore[misc]
-                    max_stages=most,
-                )
-                for done, result in enumerate(results, 1):
-                    control.check()
-                    for choice in sorted(result.choices[seen:], key=lambda c: c.lockstep_s):
-                        count = len(choice.plan.stages)
-                        if count < problem.space.min_stages:
-                            continue
-                        planned.add(count)
-                        least = min(least, choice.lockstep_s)
-                        plan = _plan(problem, chain, choice, schedule)
-                        yield Candidate(plan=plan, family=_stages(count), objective_s=choice.lockstep_s)
-                    seen = len(result.choices)
-                    control.report(done=done, total=len(shapes))
-                for count, answer in result.by_stage_count.items():
-                    if isinstance(answer, Unplannable):
-                        found.setdefault(count, answer.reason())
-        for count, why in sorted(found.items()):
-            if count not in planned and count >= problem.space.min_stages:
+                for leader in self._solve(problem, chain, schedule, control, reasons):
+                    count = len(leader.choice.plan.stages)
+                    leaders.setdefault(count, []).append(leader)
+                    plan = leader.plan(problem, leader.choice.plan.stages)
+                    yield Candidate(plan=plan, family=_stages(count), objective_s=leader.choice.lockstep_s)
+        near = self.refined_within * min((x.choice.lockstep_s for f in leaders.values() for x in f), default=0.0)
+        for _, found in sorted(leaders.items()):
+            for leader in sorted(found, key=lambda x: x.choice.lockstep_s)[: self.refined_leaders]:
+                if leader.choice.lockstep_s <= near or len(leaders) == 1:
+                    yield from leader.refine(problem, control)
+        for count, why in sorted(reasons.items()):
+            if count not in leaders and count >= problem.space.min_stages:
                 yield Candidate(plan=None, family=_stages(count), why=why)
-        if not planned and not found:
+        if not leaders and not reasons:
+            size = problem.cluster.size
             why = f"no split of the global batch {problem.global_batch} over {size} devices; try a multiple of {size}"
             yield Candidate(plan=None, family="any stages", why=why)
+
+    def _solve(
+        self, problem: Problem, chain: ChainProblem, schedule: str, control: Control, reasons: dict[int, str]
+    ) -> Iterator[_Leader]:
+        """All solved plans of one graph and schedule; `reasons` collects why numbers of stages have none."""
+        nodes, per_node = _nodes(problem)
+        counts = self._counts(problem)
+        if schedule == "gpipe" and "1f1b" in problem.space.schedules:
+            counts = [m for m in counts if m > 1]  # with one micro-batch both are the same
+        shapes = all_shapes(nodes, per_node, counts, [r == "full" for r in problem.space.recompute])
+
+        def costs_of(shape: PipelineShape) -> StageCosts | None:
+            return chain.costs(shape, schedule, self.power_of_two)
+
+        most = min(problem.space.max_stages or problem.cluster.size, problem.cluster.size, chain.size)
+        seen = 0
+        for done, result in enumerate(search_pipelines(shapes, costs_of, max_stages=most), 1):
+            control.check()
+            fresh = sorted(result.choices[seen:], key=lambda c: c.lockstep_s)
+            seen = len(result.choices)
+            for choice in fresh:
+                if len(choice.plan.stages) >= problem.space.min_stages:
+                    yield _Leader(chain=chain, choice=choice, schedule=schedule)
+            control.report(done=done, total=len(shapes))
+            for count, answer in result.by_stage_count.items():
+                if isinstance(answer, Unplannable):
+                    reasons.setdefault(count, answer.reason())
 
     def _counts(self, problem: Problem) -> list[int]:
         most = min(problem.space.max_micro_batches or self.most_micro_batches, problem.global_batch)
         return [m for m in range(1, most + 1) if problem.global_batch % m == 0]
 
-    def _graphs(self, problem: Problem, size: int) -> list[tuple[Graph, list[int]]]:
+    def _graphs(self, problem: Problem) -> list[tuple[Graph, list[int]]]:
         """The graph of each structure with the replica micro-batches it serves: micro-batch 1 may be a graph of its
         own."""
         sizes = [b for b in range(1, problem.global_batch + 1) if problem.global_batch % b == 0]
@@ -108,13 +121,36 @@ def _nodes(problem: Problem) -> tuple[int, int]:
     return (len(hosts), hosts[0]) if len(set(hosts)) == 1 else (1, problem.cluster.size)
 
 
-def _plan(problem: Problem, chain: ChainProblem, choice: PipelineChoice, schedule: str) -> Plan:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Leader:
+    """A solved plan with what it was solved on."""
+
+    chain: ChainProblem
+    choice: PipelineChoice
+    schedule: str
+
+    def plan(self, problem: Problem, stages: tuple[ChainStage, ...]) -> Plan:
+        return _plan(problem, self.chain, self.choice.shape, stages, self.schedule)
+
+    def refine(self, problem: Problem, control: Control) -> Iterator[Candidate]:
+        """Better neighbours by simulated step; their estimate is that of the leader they come from."""
+        costs = self.chain.costs(self.choice.shape, self.schedule, False)
+        allowed = costs.replicas if costs is not None else ()
+        better = climb(problem, self.choice.plan.stages, allowed, lambda s: self.plan(problem, s))
+        for stages in better:
+            control.check()
+            plan = self.plan(problem, stages)
+            yield Candidate(plan=plan, family=_stages(len(stages)), objective_s=self.choice.lockstep_s)
+
+
+def _plan(
+    problem: Problem, chain: ChainProblem, shape: PipelineShape, stages_of: tuple[ChainStage, ...], schedule: str
+) -> Plan:
     """Stage x of pipeline p takes the next `replicas` devices of that pipeline's share; equal stages of all pipelines
     form one group."""
-    shape = choice.shape
     samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
     groups, stages, sizes, first = [], [], [], 0
-    for x, stage in enumerate(choice.plan.stages):
+    for x, stage in enumerate(stages_of):
         r = stage.replicas
         devices = [p * shape.devices + first + k for p in range(shape.pipelines) for k in range(r)]
         groups.append(DeviceGroup(devices=Devices.of(devices), axes=(("dp", len(devices)),)))

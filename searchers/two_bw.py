@@ -1,4 +1,4 @@
-"""The planner that Piper's authors compare with, after PipeDream-2BW: equal layers per stage, one data and tensor degree.
+"""The planner that Piper's authors compare with, after PipeDream-2BW: equal layers per stage, the same degrees for all.
 
 All layers are recomputed or none. Reference: msr-fiddle/piper, and Narayanan et al., arXiv 2006.09503, whose released
 code only has a sweep script.
@@ -51,9 +51,7 @@ def solve(problem: PiperProblem) -> PiperPlan | None:
     return best
 
 
-def _plan(
-    problem: PiperProblem, cuts: list[tuple[int, ...]], data: int, tensor: int, variant: int
-) -> PiperPlan | None:
+def _plan(problem: PiperProblem, cuts: list[tuple[int, ...]], data: int, tensor: int, variant: int) -> PiperPlan | None:
     stages = []
     for nodes in cuts:
         offered = [problem.nodes[v].variants.get(tensor, ()) for v in nodes]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from simpart.errors import UnknownNameError, UnsupportedError, UserError
 from simpart.graph import Graph
@@ -15,7 +16,7 @@ from simpart.schedule import SCHEDULES, Schedule
 
 __all__ = ["RECOMPUTE", "Configuration", "configure", "equal_layers", "layer_calls", "recompute_regions"]
 
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Ints = npt.NDArray[np.int64]
 RECOMPUTE = ("none", "full")
 
 
@@ -140,7 +141,7 @@ def _equal_work(graph: Graph, stages: int) -> Ints:
     weight = op_class_flops(graph, 2)[flat.op_class] + 1.0
     weight[clonable_ops(graph)] = 0
     middle = np.cumsum(weight) - weight / 2
-    stage_of = np.minimum((middle / weight.sum() * stages).astype(np.int64), stages - 1)
+    stage_of: Ints = np.minimum((middle / weight.sum() * stages).astype(np.int64), stages - 1)
     own = np.flatnonzero(~clonable_ops(graph))
     ranks = np.arange(own.size)
     least = np.maximum(stage_of[own], stages - own.size + ranks)  # leave an op for every later stage

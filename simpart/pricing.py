@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from simpart.cost import PROVENANCES, ComputeModel, Estimate, Mode, Signature, TensorForm, unique
 from simpart.graph import Graph
@@ -15,9 +16,9 @@ from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
 __all__ = ["Amount", "OpPrices", "price_ops", "price_update"]
 
-Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
-Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Table = npt.NDArray[np.float64]
+Floats = npt.NDArray[np.float64]
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,9 +74,7 @@ def price_ops(
     return prices
 
 
-def _collect(
-    graph: Graph, micro_batch: int, estimate: Estimate, rows: np.ndarray[tuple[int], np.dtype[np.int64]]
-) -> OpPrices:
+def _collect(graph: Graph, micro_batch: int, estimate: Estimate, rows: npt.NDArray[np.int64]) -> OpPrices:
     base = np.repeat(
         np.cumsum([0] + [len(t.ops) for t in graph.templates])[:-1], [len(t.kernels) for t in graph.templates]
     )
@@ -98,10 +97,10 @@ def _sum(estimate: Estimate, rows: Ints, owner: Ints, n: int) -> Amount:
     shared = np.zeros(len(estimate.families))
     np.maximum.at(shared, estimate.family, estimate.shared_log_sd)
     return Amount(
-        seconds=np.bincount(owner, weights=mean, minlength=n),
+        seconds=np.bincount(owner, weights=mean, minlength=n).astype(np.float64),
         by_family=by_family,
         by_provenance=by_provenance,
-        own_variance=np.bincount(owner, weights=(mean * estimate.own_log_sd[rows]) ** 2, minlength=n),
+        own_variance=np.bincount(owner, weights=(mean * estimate.own_log_sd[rows]) ** 2, minlength=n).astype(np.float64),
         families=estimate.families,
         shared_log_sd=shared,
     )

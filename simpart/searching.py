@@ -159,7 +159,8 @@ def search(
         finished=dict(journal.finished) if journal else {},
         on_done=journal.done if journal else None,
     )
-    control.on_report = lambda done, total, bound: progress and progress(done, total, bound, control.incumbent)  # type: ignore[assignment,return-value]
+    if progress is not None:
+        control.on_report = lambda done, total, bound: progress(done, total, bound, control.incumbent)
     found: dict[Plan, Evaluated] = {}
     families: dict[str, Evaluated | str] = {}
     infeasible: dict[str, int] = {}
