@@ -39,10 +39,38 @@ from simpart.tdl.strategies import (
 from simpart.tdl.tracing import Call, Description, call_like, trace
 
 __all__ = [
-    "ALL", "DESCRIPTIONS", "Call", "Description", "DescriptionError", "Exchange", "Index", "Max", "Min", "Prod", "Split", "Sum",
-    "Tensor", "call_like", "choose", "describe", "description_of", "equal", "extent", "hidden", "is_elementwise", "local_call",
-    "mesh_strategies", "opaque", "reason_against", "shared", "splits_following", "splits_of", "strategies", "trace",
-    "undescribed_reason", "whole",
-]  # fmt: skip
+    "ALL",
+    "DESCRIPTIONS",
+    "Call",
+    "Description",
+    "DescriptionError",
+    "Exchange",
+    "Index",
+    "Max",
+    "Min",
+    "Prod",
+    "Split",
+    "Sum",
+    "Tensor",
+    "call_like",
+    "choose",
+    "describe",
+    "description_of",
+    "equal",
+    "extent",
+    "hidden",
+    "is_elementwise",
+    "local_call",
+    "mesh_strategies",
+    "opaque",
+    "reason_against",
+    "shared",
+    "splits_following",
+    "splits_of",
+    "strategies",
+    "trace",
+    "undescribed_reason",
+    "whole",
+]
 
 BUILT_IN = (_aten_elementwise, _aten_movement, _aten_norms, _aten_products)

@@ -260,8 +260,10 @@ def nll_loss_backward(
     return gradient
 
 
-@describe("aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy_with_logits",
-          "aten.binary_cross_entropy", "aten.soft_margin_loss", "aten.kl_div")  # fmt: skip
+@describe(
+    "aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy_with_logits",
+    "aten.binary_cross_entropy", "aten.soft_margin_loss", "aten.kl_div",
+)  # fmt: skip
 def elementwise_loss(x: Tensor, y: Tensor, *rest: Any, **named: Any) -> Any:
     """`reduction` is the first whole number after the tensors: 0 none, 1 mean, 2 sum."""
     more = [t for t in (*rest, *named.values()) if isinstance(t, Tensor)]
@@ -331,8 +333,10 @@ def avg_pool_backward(dy: Tensor, x: Tensor, kernel: Sequence[int], *_: Any) -> 
     return lambda *i: opaque(_planes(x, i, k), linear=[_planes(dy, i, k)])[i[-k:]]
 
 
-@describe("aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten.upsample_nearest2d", "aten.upsample_bilinear2d",
-          "aten.upsample_bicubic2d", "aten.upsample_nearest3d")  # fmt: skip
+@describe(
+    "aten._adaptive_avg_pool2d", "aten._adaptive_avg_pool3d", "aten.upsample_nearest2d", "aten.upsample_bilinear2d",
+    "aten.upsample_bicubic2d", "aten.upsample_nearest3d",
+)  # fmt: skip
 def resize(x: Tensor, size: Any, *_: Any) -> Any:
     k = x.rank - 2
     return lambda *i: opaque(linear=[_planes(x, i, k)])[i[-k:]]

@@ -11,9 +11,32 @@ from typing import Any, Literal
 from simpart.tdl.index import DescriptionError, Index, Variable
 
 __all__ = [
-    "ALL", "Access", "Binary", "Choose", "Constant", "Expression", "Extent", "Max", "Min", "Opaque", "Pick", "Position", "Prod",
-    "Reduction", "Shared", "Sum", "Tensor", "choose", "equal", "extent", "hidden", "opaque", "shared", "variables_of", "whole",
-]  # fmt: skip
+    "ALL",
+    "Access",
+    "Binary",
+    "Choose",
+    "Constant",
+    "Expression",
+    "Extent",
+    "Max",
+    "Min",
+    "Opaque",
+    "Pick",
+    "Position",
+    "Prod",
+    "Reduction",
+    "Shared",
+    "Sum",
+    "Tensor",
+    "choose",
+    "equal",
+    "extent",
+    "hidden",
+    "opaque",
+    "shared",
+    "variables_of",
+    "whole",
+]
 
 ReducerName = Literal["sum", "max", "min", "prod"]
 ALL = slice(None)

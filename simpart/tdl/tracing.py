@@ -226,7 +226,7 @@ def _infer_sizes(body: Expression) -> None:
         for variable in node.variables if isinstance(node, Reduction) else ():
             if variable.size is None:
                 raise DescriptionError(
-                    f"the size of {variable.name} is unknown: no dim is indexed by it alone; give the reduction extents=(…)"
+                    f"the size of {variable.name} is unknown: it indexes no dim alone; give the reduction extents=(…)"
                 )
 
 
