@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from simpart.describe import human_bytes
+
 __all__ = [
     "ChainPlan",
     "ChainStage",
@@ -98,13 +100,11 @@ class Unplannable:
 
     def reason(self) -> str:
         """One sentence for people."""
-        count = f"{self.stage_count} stage{'s' if self.stage_count > 1 else ''}"
         if self.shortfall is None:
-            return f"{count}: no replica counts within the rules use the devices"
+            return "no replica counts within the rules use the devices"
         stage = self.shortfall.stage
         where = f"blocks {stage.start}..{stage.end - 1} on {stage.replicas} device{'s' if stage.replicas > 1 else ''}"
-        over = f"{self.shortfall.bytes_over:.0f} bytes over the memory limit"
-        return f"{count}: at best, the stage with {where} is {over}"
+        return f"at best, the stage with {where} is {human_bytes(self.shortfall.bytes_over)} over the memory limit"
 
 
 def later_stages_allowed(costs: StageCosts) -> Integers:

@@ -64,7 +64,7 @@ class ChainProblem:
         self.device = min(kinds, key=lambda d: d.peak(graph.precision))
         self.limit_bytes = float(min(d.usable_bytes for d in kinds))
         self.dag = dag_of(problem, graph, micro_batch, self.device)
-        self.chain = blocks(self.dag, most_blocks)
+        self.chain = blocks(self.dag, most_blocks, seconds_per_byte=self._seconds_per_byte())
         self.block_of = self._block_of_every_op()
         self.recomputed = np.isin(graph.flat.op_call, layer_calls(graph))
 
@@ -130,6 +130,13 @@ class ChainProblem:
             allowed=np.ones((self.size, self.size + 1, len(replicas)), dtype=np.bool_),
             in_flight="gpipe" if schedule == "gpipe" else "1f1b",
         )
+
+    def _seconds_per_byte(self) -> float:
+        """Of what crosses a cut, there and back, between neighbouring devices."""
+        if self.problem.cluster.size < 2:
+            return 0.0
+        at, seconds = self._curve_points("p2p", (0, 1))
+        return 2 * float(seconds[20] / at[20])
 
     def _is_mine(self, micro_batch: int) -> bool:
         return self.problem.graph.at(micro_batch) is self.graph
