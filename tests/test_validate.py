@@ -232,3 +232,61 @@ def test_components_tell_waiting_for_a_transfer_from_waiting_for_work() -> None:
     ]
     found = components([sender, reader], 4.0)  # type: ignore[list-item]  # plain dicts, as read from JSON
     assert found == {"forward": 1.0, "backward": 0.5, "communication": 0.5, "optimizer": 0.0, "bubble and other": 2.0}
+
+
+def test_the_peak_is_what_was_held_plus_the_most_allocated_at_once() -> None:
+    import torch
+
+    from simpart.validate._measure import peak_bytes
+
+    held = torch.zeros(1000)
+
+    def run() -> None:
+        first = torch.zeros(1 << 20)
+        second = first * 2
+        del first
+        third = second + 1
+        del second, third
+
+    found = peak_bytes(run, [held, held[:10]], torch.device("cpu"))
+    assert found["held_bytes"] == 4000
+    assert found["allocated_bytes"] == pytest.approx(4000 + 2 * (4 << 20), abs=100)  # a few scalars
+
+
+def test_the_updater_equals_torch_with_clipping_and_float32_sums_of_bfloat16_gradients() -> None:
+    import torch
+
+    from simpart.validate._gradients import Updater
+
+    recipe = TrainingSpec(
+        optimizer="adamw", learning_rate=0.1, gradient_clip_norm=0.5, gradient_dtype="float32", master_weights=True,
+        precision="bfloat16", weight_decay=0.1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    start = torch.randn(6).bfloat16()
+    ours = torch.nn.Parameter(start.clone())
+    theirs = torch.nn.Parameter(start.float())
+    updater = Updater({"w": ours}, {"w": (0,)}, {}, recipe, world_size=1)
+    optimizer = torch.optim.AdamW([theirs], 0.1, weight_decay=0.1)
+    for step in range(3):
+        total = torch.zeros(6)
+        for _ in range(4):
+            gradient = torch.randn(6).bfloat16()
+            ours.grad = gradient.clone()
+            updater.accumulate()
+            total += gradient.float()
+        updater.reduce()
+        updater.clip()
+        updater.step()
+        theirs.grad = total
+        torch.nn.utils.clip_grad_norm_([theirs], 0.5)
+        optimizer.step()
+        torch.testing.assert_close(ours.detach(), theirs.detach().bfloat16(), rtol=0, atol=0, msg=f"step {step}")
+    assert updater.state_bytes() >= 3 * 6 * 4
+
+
+def test_buckets_are_as_large_as_the_simulation_assumes() -> None:
+    from simpart import lowering
+    from simpart.validate import _gradients
+
+    assert _gradients.BUCKET_BYTES == lowering.BUCKET_BYTES

@@ -15,7 +15,7 @@ __all__ = ["Clock", "peak_bytes", "peak_rss_bytes", "reset_peak_rss"]
 
 
 class Clock:
-    """Records events (kind, stage, micro-batch, start, end) relative to `start()`, in seconds.
+    """Records events (kind, stage, micro-batch, start, end, processor time) relative to `start()`, in seconds.
 
     On CUDA the times are those of the device's stream, not of the calls that fill it.
     """
@@ -38,9 +38,9 @@ class Clock:
 
     @contextlib.contextmanager
     def event(self, kind: str, action: Any = None, messages: Sequence[int] = ()) -> Iterator[None]:
-        begin = self.now()
+        begin, worked = self.now(), time.thread_time()
         yield
-        row: dict[str, Any] = {"kind": kind}
+        row: dict[str, Any] = {"kind": kind, "cpu_s": time.thread_time() - worked}
         if action is not None:
             row |= {"stage": action.stage, "micro_batch": action.micro_batch}
         if messages:

@@ -23,6 +23,7 @@ class Event(TypedDict, total=False):
     stage: int
     micro_batch: int
     messages: list[int]
+    cpu_s: float
     start_s: float
     end_s: float
 

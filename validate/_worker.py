@@ -24,11 +24,13 @@ from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
+import psutil  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from simpart.errors import MismatchError, UnsupportedError, UserError  # noqa: E402
 from simpart.files import dump_json, write_atomically  # noqa: E402
+from simpart.hardware_profiles._environment import keep_freed_memory, pin  # noqa: E402
 from simpart.model_spec import UserFactory, parse_model  # noqa: E402
 from simpart.plan_format import PlanFile, load_plan  # noqa: E402
 from simpart.sizes import TensorSpec  # noqa: E402
@@ -94,10 +96,9 @@ def _prepare(job: dict[str, Any]) -> torch.device:
     """One thread on one core where there are enough of them, the process group, the device."""
     local, here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
     torch.set_num_threads(1)
-    if hasattr(os, "sched_setaffinity"):
-        cores = sorted(os.sched_getaffinity(0))
-        if here <= len(cores):
-            os.sched_setaffinity(0, {cores[local]})
+    keep_freed_memory()  # as profiles are measured
+    if here <= (psutil.cpu_count(logical=False) or os.cpu_count() or 1):
+        pin(local)
     cuda = torch.cuda.is_available() and not job.get("cpu", False)
     if cuda and here > torch.cuda.device_count():
         raise UserError(

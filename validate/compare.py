@@ -58,6 +58,7 @@ class ValidationReport:
     measured: Sequence[Timeline]
     predicted: SimResult | None = None
     check: Mapping[str, Any] | None = None
+    cuda: bool = False
 
     @property
     def step_s(self) -> float:
@@ -66,6 +67,16 @@ class ValidationReport:
     @property
     def spread(self) -> float:
         return (max(self.steps) - min(self.steps)) / self.step_s
+
+    @property
+    def cpu_share(self) -> float | None:
+        """Processor time over wall time of forward and backward in the median step: near 1 on a CPU left alone, less
+        where other work disturbed the run. None on CUDA."""
+        if self.cuda:
+            return None
+        events = [e for timeline in self.measured for e in timeline if e["kind"] in "FBIW" and "cpu_s" in e]
+        wall_s = sum(e["end_s"] - e["start_s"] for e in events)
+        return sum(e["cpu_s"] for e in events) / wall_s if wall_s > 0 else None
 
     @property
     def allocated_bytes(self) -> int:
@@ -106,6 +117,7 @@ class ValidationReport:
                 "step_s": self.step_s,
                 "steps": list(self.steps),
                 "spread": self.spread,
+                "cpu_share": self.cpu_share,
                 "allocated_bytes": self.allocated_bytes,
                 "peak_bytes": self.device_bytes,
                 "ranks": [rank.to_json() for rank in self.ranks],
@@ -153,6 +165,7 @@ def report_of(ranks: Sequence[Mapping[str, Any]], predicted: SimResult | None = 
         measured=timelines,
         predicted=predicted,
         check=worst,
+        cuda=ranks[0]["device"] != "cpu",
     )  # fmt: skip
 
 

@@ -157,6 +157,11 @@ def print_report(report: ValidationReport) -> None:
         f"{len(report.steps)} steps, spread {report.spread:.1%} of the median; loss {report.losses[0]:.4g} → "
         f"{report.losses[-1]:.4g}"
     )
+    if report.cpu_share is not None and report.cpu_share < 0.9:
+        console.print(
+            f"the processes got {report.cpu_share:.0%} of a core while computing: other work disturbed the run, "
+            "so its times say little; repeat it on a quiet machine"
+        )
     if report.check is not None:
         worst = max(report.check[name] for name in ("loss", "gradients", "buffers"))
         console.print(f"equal to one process in float64: loss, gradients and buffers differ by at most {worst:.1e}")
