@@ -53,7 +53,8 @@ def measure(stages: int, micro_batches: int, transfers: str, repeats: int) -> di
     for s in range(stages):
         start[class_of_action(s, "F"), 3] = 1.0
         end[class_of_action(s, "B"), 3] = -1.0
-    memory = MemoryDeltas(static=np.zeros((stages, len(MEMORY_KINDS))), start=start, end=end, within=within)
+    static = np.zeros((stages, len(MEMORY_KINDS)))
+    memory = MemoryDeltas(static=static, late=static, start=start, end=end, within=within)
     single = cpu_seconds(lambda: times(topology, durations), repeats)
     swept = cpu_seconds(lambda: (times(topology, durations), peaks(topology, memory)), repeats)
     batch = cpu_seconds(lambda: makespans(topology, many, lags), repeats)

@@ -1,8 +1,8 @@
 """A plan's memory as deltas of its tasks: what each group holds throughout, and what each action takes and gives back.
 
-Besides what the kernels show (`simpart.memory`) this counts what a runtime holds: for each micro-batch in flight the
-values that came in, and a copy of those that went out until their gradient is back; one message ahead in each
-direction.
+Besides what the kernels show (`simpart.memory`) this counts what `simpart.validate`'s runtime holds: for each
+micro-batch in flight the values that came in; copies of those that go out until the receiver answers; one message ahead
+in each direction; gradients from the first backward on, or all the time where they lie in flat buffers to be reduced.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ from simpart.engines.compiled import peaks
 from simpart.layout import Layout, Layouts, Variant, value_bytes
 from simpart.memory import ALLOCATOR_FACTOR, StageActivations, activations_of, update_transient_bytes
 from simpart.plan import Plan
-from simpart.program import MEMORY_KINDS, MemoryDeltas, Topology
+from simpart.program import MEMORY_KINDS, MemoryDeltas, TaskKind, Topology
 from simpart.topology import class_of_action
 
 __all__ = ["Footprints"]
 
-ACTIVATIONS, INPUTS, TRANSIENTS, BUFFERS = map(
-    MEMORY_KINDS.index, ("activations", "stage inputs", "transients", "communication buffers")
-)
+PARAMETERS, GRADIENTS, STATE, ACTIVATIONS, INPUTS, TRANSIENTS, BUFFERS = range(len(MEMORY_KINDS))
 
 
 @dataclass(slots=True)
@@ -47,40 +45,50 @@ class Footprints:
     def _deltas(self, plan: Plan, layout: Layout, topology: Topology, variants: list[Variant]) -> MemoryDeltas:
         classes, kinds = len(topology.class_names), len(MEMORY_KINDS)
         training = self.layouts.problem.training
-        static = np.zeros((len(plan.groups), kinds))
+        static, late = np.zeros((2, len(plan.groups), kinds))
         start, end, within = np.zeros((3, classes, kinds))
         for g, (state, variant) in enumerate(zip(layout.states, variants, strict=True)):
-            static[g, :3] = state.parameters, state.gradients, state.optimizer_state
+            flat = layout.flat_bytes(plan, g, training)
+            static[g, PARAMETERS], static[g, STATE], static[g, GRADIENTS] = (
+                state.parameters,
+                state.optimizer_state,
+                flat,
+            )
+            late[g, GRADIENTS] = state.gradients - flat
             update = classes - topology.groups + g  # updates are the last classes
             within[update, TRANSIENTS] = update_transient_bytes(training, variant.device, state)
         leaving: list[set[int]] = [set() for _ in plan.stages]
         for edge, load in zip(layout.edges, layout.loads, strict=True):
             source, target = plan.stages[edge.source].group, plan.stages[edge.target].group
-            sizes = [value_bytes(layout.graph, value, variants[target].micro_batch) for value, _ in load]
-            start[class_of_action(edge.target, "F"), INPUTS] += sum(sizes)
+            back = [value for value, gradient in load if gradient]
+            arriving = self._bytes(layout, [value for value, _ in load], variants[target])
+            start[class_of_action(edge.target, "F"), INPUTS] += arriving
             if source != target:
-                back = sum(size for size, (_, gradient) in zip(sizes, load, strict=True) if gradient)
-                static[target, BUFFERS] += sum(sizes) + back  # a value that comes, a gradient that goes
-                static[source, BUFFERS] += sum(
-                    value_bytes(layout.graph, value, variants[source].micro_batch)
-                    for value, gradient in load
-                    if gradient
-                )
+                # The next value, and a gradient on its way; on the other side the gradient in use and the next.
+                static[target, BUFFERS] += arriving + self._bytes(layout, back, variants[target])
+                static[source, BUFFERS] += 2 * self._bytes(layout, back, variants[source])
                 leaving[edge.source] |= {value for value, _ in load if layout.made_in[value] == edge.source}
+        all_forward_first = _all_forward_first(topology, len(plan.stages))
         for s, stage in enumerate(plan.stages):
             variant = variants[stage.group]
             held = self._activations(plan, layout, s, variant.micro_batch)
             forward = class_of_action(s, "F")
-            own_inputs = layout.inputs[s].tolist()
-            start[forward, INPUTS] += sum(value_bytes(layout.graph, v, variant.micro_batch) for v in own_inputs)
-            start[forward, BUFFERS] += sum(value_bytes(layout.graph, v, variant.micro_batch) for v in leaving[s])
+            start[forward, INPUTS] += self._bytes(layout, layout.inputs[s].tolist(), variant)
             start[forward, ACTIVATIONS] = held.stash
             within[forward, TRANSIENTS] = held.forward_transient
             for kind in "BI":
                 within[class_of_action(s, kind), TRANSIENTS] = held.backward_transient + layout.separate[s]
             for kind in "BW":
                 end[class_of_action(s, kind)] = -start[forward]
-        return MemoryDeltas(static=static, start=start, end=end, within=within)
+            # Copies that are sent stay until the receiver answers: one, or all that are sent before any answer.
+            copies = self._bytes(layout, sorted(leaving[s]), variant)
+            static[stage.group, BUFFERS] += copies
+            if all_forward_first[s]:
+                within[forward, BUFFERS] += (plan.batch.micro_batches - 1) * copies
+        return MemoryDeltas(static=static, late=late, start=start, end=end, within=within)
+
+    def _bytes(self, layout: Layout, values: list[int], variant: Variant) -> int:
+        return sum(value_bytes(layout.graph, value, variant.micro_batch) for value in values)
 
     def _activations(self, plan: Plan, layout: Layout, s: int, micro_batch: int) -> StageActivations:
         key = (layout.graph.fingerprint, plan.stages[s], micro_batch)
@@ -88,6 +96,17 @@ class Footprints:
             graph, ops, regions = self.layouts.stage(plan, layout, s, micro_batch)
             self.known[key] = activations_of(graph, ops, micro_batch, regions)
         return self.known[key]
+
+
+def _all_forward_first(topology: Topology, stages: int) -> list[bool]:
+    """Per stage whether all its forwards run before any backward of it (tasks of a row are numbered in its order)."""
+    forward = np.flatnonzero(topology.kind == TaskKind.FORWARD)
+    backward = np.flatnonzero((topology.kind > TaskKind.FORWARD) & (topology.kind < TaskKind.SEND))
+    last, first = np.zeros(stages, dtype=np.int64), np.full(stages, topology.size)
+    np.maximum.at(last, topology.stage[forward], forward)
+    np.minimum.at(first, topology.stage[backward], backward)
+    found: list[bool] = (last < first).tolist()
+    return found
 
 
 def _room(topology: Topology, deltas: MemoryDeltas, variants: list[Variant]) -> list[float]:

@@ -38,6 +38,16 @@ class Layout:
     own: tuple[Ints, ...]
     separate: tuple[int, ...]
     made_in: dict[int, int]
+
+    def flat_bytes(self, plan: Plan, group: int, training: TrainingSpec) -> int:
+        """Bytes of a group's gradients that lie in buffers of their own: those that are reduced or kept in another
+        dtype."""
+        stages = [s for s, stage in enumerate(plan.stages) if stage.group == group]
+        if plan.groups[group].replicas > 1 or any(self.separate[s] for s in stages):
+            return self.states[group].gradients
+        tied = [v for members, values in self.tied if group in members for v in values.tolist()]
+        return state_of(self.graph, training, tied).gradients
+
     tied: tuple[tuple[tuple[int, ...], Ints], ...]
     states: tuple[StateBytes, ...]
 

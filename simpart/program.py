@@ -75,11 +75,12 @@ class Durations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDeltas:
-    """Bytes per device (the largest device of a group). `static[g, k]` is held throughout by group g;
-    a task adds `start[c, k]` when it starts and `end[c, k]` (usually negative) when it ends, and holds
-    `within[c, k]` besides while it runs. Columns are `MEMORY_KINDS`."""
+    """Bytes per device (the largest device of a group). `static[g, k]` is held throughout by group g, `late[g, k]` from
+    the end of its first backward on; a task adds `start[c, k]` when it starts and `end[c, k]` (usually negative) when
+    it ends, and holds `within[c, k]` besides while it runs. Columns are `MEMORY_KINDS`."""
 
     static: Table
+    late: Table
     start: Table
     end: Table
     within: Table

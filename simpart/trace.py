@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from simpart.engines import task_name
+from simpart.engines import completes_backward, task_name
 from simpart.files import dump_json, write_atomically
 from simpart.program import MEMORY_KINDS, Program, TaskKind
 from simpart.simulation import SimResult
@@ -111,9 +111,9 @@ def _counters(result: SimResult) -> list[dict[str, Any]]:
     """Bytes of each group by kind, before and after every change."""
     program = result.program
     topology, memory, times = program.topology, program.memory, result.times
-    found = []
+    completes, found = completes_backward(topology), []
     for g in range(topology.groups):
-        level = memory.static[g].copy()
+        level, waiting = memory.static[g].copy(), True
         row = topology.resource_order[topology.resource_indptr[g] : topology.resource_indptr[g + 1]]
         found.append(_counter(g, 0.0, level))
         for task in row.tolist():
@@ -121,6 +121,8 @@ def _counters(result: SimResult) -> list[dict[str, Any]]:
             level = level + memory.start[c]
             found.append(_counter(g, float(times.start_s[task]), level + memory.within[c]))
             level = level + memory.end[c]
+            if waiting and completes[task]:
+                level, waiting = level + memory.late[g], False
             found.append(_counter(g, float(times.end_s[task]), level))
     return found
 

@@ -64,7 +64,9 @@ def programs(draw: st.DrawFn) -> Program:
     resource_indptr = np.cumsum([0] + [len(q) for q in queues])
     resource_order = np.array([i for q in queues for i in q], dtype=np.int64)
     classes = 5
-    tables = [rng.integers(-8, 9, (n, len(MEMORY_KINDS))).astype(float) for n in (groups, classes, classes, classes)]
+    tables = [
+        rng.integers(-8, 9, (n, len(MEMORY_KINDS))).astype(float) for n in (groups, groups, classes, classes, classes)
+    ]
     topology = Topology(
         resource=resource, kind=rng.integers(0, 4, size), stage=np.zeros(size, dtype=np.int64),
         micro_batch=np.arange(size), task_class=rng.integers(0, classes, size), indptr=indptr,
@@ -74,7 +76,7 @@ def programs(draw: st.DrawFn) -> Program:
         resource_names=tuple(f"r{r}" for r in range(resources)), class_names=tuple(f"c{c}" for c in range(classes)),
     )  # fmt: skip
     durations = Durations(task_s=rng.choice([0.0, 0.5, 1.0, rng.random()], classes), lag_s=rng.random(3))
-    memory = MemoryDeltas(static=tables[0], start=tables[1], end=tables[2], within=tables[3])
+    memory = MemoryDeltas(static=tables[0], late=tables[1], start=tables[2], end=tables[3], within=tables[4])
     return Program(topology=topology, durations=durations, memory=memory, multiplicity=(1,) * groups)
 
 
@@ -135,7 +137,7 @@ topology = topology_of(Shape((0, 1, 2, 3), Schedule(kind="1f1b"), 9, edges))
 rng = np.random.default_rng(0)
 task_s = rng.random((20, len(topology.class_names)))
 durations = Durations(task_s=task_s[0], lag_s=np.zeros(1))
-memory = MemoryDeltas(static=rng.random((4, 7)), start=rng.random((len(task_s[0]), 7)),
+memory = MemoryDeltas(static=rng.random((4, 7)), late=rng.random((4, 7)), start=rng.random((len(task_s[0]), 7)),
                       end=-rng.random((len(task_s[0]), 7)), within=rng.random((len(task_s[0]), 7)))
 print([x.hex() for x in compiled.times(topology, durations).end_s.tolist()])
 print([x.hex() for x in compiled.makespans(topology, task_s).tolist()])

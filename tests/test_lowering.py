@@ -238,7 +238,7 @@ def test_shares_sum_to_one() -> None:
 
 # --- memory -----------------------------------------------------------------------------------------------------------
 def test_memory_counts_micro_batches_in_flight() -> None:
-    graph, b = chain(4, width=8), 3
+    graph, b = chain(4, width=8), 30  # samples enough that activations outweigh gradients
     tensor = b * 8 * 4
     for schedule, in_flight in (("1f1b", (2, 1)), ("gpipe", (5, 5))):
         given_plan = plan(graph, [4], 5, [(b,), (b,)], schedule=Schedule(kind=schedule))

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 from simpart.engines.order import Deadlock, static_order
-from simpart.engines.result import Peaks, Times, check_durations, task_name
+from simpart.engines.result import Peaks, Times, check_durations, completes_backward, task_name
 from simpart.errors import UnknownNameError
 from simpart.program import Program
 
-__all__ = ["ENGINES", "Deadlock", "Peaks", "Times", "check_durations", "replay", "static_order", "task_name"]
+__all__ = [
+    "ENGINES",
+    "Deadlock",
+    "Peaks",
+    "Times",
+    "check_durations",
+    "completes_backward",
+    "replay",
+    "static_order",
+    "task_name",
+]
 
 ENGINES = ("compiled", "simpy")
 

@@ -113,13 +113,13 @@ def longest_paths(
 
 
 def highest_levels(
-    queue_indptr: Array, queue: Array, groups: int, task_class: Array, static: Array, start: Array, end: Array,
-    within: Array, by_kind: Array, where: Array,
+    queue_indptr: Array, queue: Array, groups: int, task_class: Array, completes: Array, static: Array, late: Array,
+    start: Array, end: Array, within: Array, by_kind: Array, where: Array,
 ) -> None:  # fmt: skip
     """What each group holds when it holds most, by kind, and the task that runs then (-1: the static part alone).
 
-    A group runs one task at a time, so its level is a sum along its row, whatever the durations. `by_kind` comes in
-    as a copy of `static`.
+    A group runs one task at a time, so its level is a sum along its row, whatever the durations. `completes` marks
+    tasks that end a backward; `by_kind` comes in as a copy of `static`.
     """
     kinds = len(static[0])
     classes = len(start)
@@ -134,6 +134,7 @@ def highest_levels(
         for k in range(kinds):
             level += static[g][k]
         best, at = level, -1
+        waiting = True  # for the first backward to end
         for i in range(queue_indptr[g], queue_indptr[g + 1]):
             c = task_class[queue[i]]
             level += taken[c]
@@ -141,14 +142,23 @@ def highest_levels(
                 best = level + besides[c]
                 at = i
             level += given[c]
+            if waiting and completes[queue[i]]:
+                waiting = False
+                for k in range(kinds):
+                    level += late[g][k]
         where[g] = -1
         if at < 0:
             continue
         where[g] = queue[at]
+        waiting = True
         for i in range(queue_indptr[g], at):
             c = task_class[queue[i]]
             for k in range(kinds):
                 by_kind[g][k] += start[c][k] + end[c][k]
+            if waiting and completes[queue[i]]:
+                waiting = False
+                for k in range(kinds):
+                    by_kind[g][k] += late[g][k]
         c = task_class[queue[at]]
         for k in range(kinds):
             by_kind[g][k] += start[c][k] + within[c][k]

@@ -12,7 +12,7 @@ import numpy as np
 
 from simpart.engines._jit import compiled
 from simpart.engines._loops import highest_levels, longest_path, longest_paths
-from simpart.engines.result import Peaks, Times, check_durations
+from simpart.engines.result import Peaks, Times, check_durations, completes_backward
 from simpart.program import Durations, MemoryDeltas, Topology
 
 __all__ = ["makespans", "peaks", "times"]
@@ -106,8 +106,9 @@ def _longest_paths_numpy(
 def peaks(topology: Topology, memory: MemoryDeltas) -> Peaks:
     """The most bytes each group holds at once, when, and of what."""
     by_kind, where = memory.static.copy(), np.full(topology.groups, -1, dtype=np.int64)
-    queues = (topology.resource_indptr, topology.resource_order, topology.groups, topology.task_class)
-    tables = (memory.static, memory.start, memory.end, memory.within)
+    completes = completes_backward(topology)
+    queues = (topology.resource_indptr, topology.resource_order, topology.groups, topology.task_class, completes)
+    tables = (memory.static, memory.late, memory.start, memory.end, memory.within)
     jitted = compiled(highest_levels, topology.size)
     if jitted is not None:
         jitted(*queues, *tables, by_kind, where)

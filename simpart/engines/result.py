@@ -9,7 +9,7 @@ import numpy as np
 from simpart.errors import UserError
 from simpart.program import Durations, TaskKind, Topology
 
-__all__ = ["Peaks", "Times", "check_durations", "task_name"]
+__all__ = ["Peaks", "Times", "check_durations", "completes_backward", "task_name"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -55,6 +55,11 @@ def task_name(topology: Topology, task: int) -> str:
         return f"{int(topology.stage[task])}{letter}{m}"
     name = topology.class_names[int(topology.task_class[task])]
     return name if m < 0 else f"{name}, micro-batch {m}"
+
+
+def completes_backward(topology: Topology) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Tasks after which the gradients of a stage's parameters are there."""
+    return np.isin(topology.kind, (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT))
 
 
 def check_durations(topology: Topology, durations: Durations) -> None:

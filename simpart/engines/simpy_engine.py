@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import simpy
 
-from simpart.engines.result import Peaks, Times, check_durations
+from simpart.engines.result import Peaks, Times, check_durations, completes_backward
 from simpart.program import Durations, MemoryDeltas, Topology
 
 __all__ = ["simulate_events"]
@@ -66,6 +66,8 @@ class Levels:
         self.now = memory.static.copy()
         self.highest = memory.static.copy()
         self.task = np.full(topology.groups, -1, dtype=np.int64)
+        self.completes = completes_backward(topology)
+        self.has_gradients = np.zeros(topology.groups, dtype=bool)
 
     def starts(self, group: int, task: int) -> None:
         c = self.topology.task_class[task]
@@ -76,6 +78,9 @@ class Levels:
 
     def ends(self, group: int, task: int) -> None:
         self.now[group] += self.memory.end[self.topology.task_class[task]]
+        if self.completes[task] and not self.has_gradients[group]:
+            self.has_gradients[group] = True
+            self.now[group] += self.memory.late[group]
 
     def peaks(self) -> Peaks:
         return Peaks(bytes=self.highest.sum(axis=1), by_kind=self.highest, task=self.task)
