@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,22 +103,19 @@ def split_batch(global_batch: int, dp: int, micro_batch: int | None) -> tuple[in
 
 
 def layer_calls(graph: Graph) -> list[int]:
-    """The calls of the template that makes up most of the graph: its layers. Empty when nothing repeats."""
+    """The calls of the template that makes up most of the graph's ops: its layers. Empty when none does."""
     sizes: dict[int, int] = {}
     for call in graph.calls:
         sizes[call.template] = sizes.get(call.template, 0) + len(graph.templates[call.template].ops)
-    counts = {t: sum(call.template == t for call in graph.calls) for t in sizes}
-    repeated = [t for t in sizes if counts[t] > 1]
-    if not repeated:
-        return []
-    template = max(repeated, key=lambda t: (sizes[t], -t))
-    return [i for i, call in enumerate(graph.calls) if call.template == template]
+    template = max(sizes, key=lambda t: (sizes[t], -t))
+    found = [i for i, call in enumerate(graph.calls) if call.template == template]
+    return found if len(found) > 1 and 2 * sizes[template] > sum(sizes.values()) else []
 
 
 def equal_layers(graph: Graph, stages: int) -> Ints:
     """Stage of each op when every stage gets the same number of layers (the first stages one more where it does not
     divide), what stands before the first layer goes to the first stage, behind the last to the last. Where fewer
-    layers than stages repeat, runs of ops with equal FLOPs.
+    layers than stages repeat, runs of ops with about equal FLOPs. Raises UserError for more stages than ops.
     """
     flat = graph.flat
     layers = layer_calls(graph)
@@ -132,25 +130,53 @@ def equal_layers(graph: Graph, stages: int) -> Ints:
 
 
 def _equal_work(graph: Graph, stages: int) -> Ints:
+    """Runs of indivisible groups of about equal FLOPs, none empty."""
     from simpart.flops import op_class_flops
 
-    flat = graph.flat
-    groups = int((~clonable_ops(graph)).sum())
-    if stages > groups:
-        raise UserError(f"pp={stages} stages need at least as many ops, the graph has {groups}; lower pp")
-    weight = op_class_flops(graph, 2)[flat.op_class] + 1.0
-    weight[clonable_ops(graph)] = 0
+    flat, clonable = graph.flat, clonable_ops(graph)
+    heads = _ordered_groups(graph)
+    if stages > heads.size:
+        raise UserError(
+            f"pp must be at most {heads.size}, the ops that may stand in different stages, got pp={stages}; lower pp"
+        )
+    flops = np.where(clonable, 0.0, op_class_flops(graph, 2)[flat.op_class] + 1.0)
+    weight = np.bincount(flat.op_group, weights=flops, minlength=flops.size)[heads]
     middle = np.cumsum(weight) - weight / 2
-    stage_of: Ints = np.minimum((middle / weight.sum() * stages).astype(np.int64), stages - 1)
-    own = np.flatnonzero(~clonable_ops(graph))
-    ranks = np.arange(own.size)
-    least = np.maximum(stage_of[own], stages - own.size + ranks)  # leave an op for every later stage
-    forward = np.minimum(least, ranks)  # and have one for every earlier stage
-    forward = np.minimum.accumulate(np.maximum.accumulate(forward)[::-1])[::-1]
-    for k in range(1, own.size):  # no stage is skipped
-        forward[k] = min(forward[k], forward[k - 1] + 1)
-    stage_of[own] = np.maximum(forward, stages - own.size + ranks)
+    starts = np.searchsorted(np.floor(middle / weight.sum() * stages), np.arange(stages))
+    for s in range(1, stages):
+        starts[s] = max(starts[s], starts[s - 1] + 1)
+    starts = np.minimum(starts, heads.size - np.arange(stages, 0, -1))
+    stage_of_group = np.zeros(flops.size, dtype=np.int64)
+    stage_of_group[heads] = np.searchsorted(starts, np.arange(heads.size), side="right") - 1
+    stage_of: Ints = stage_of_group[flat.op_group]
+    own = np.flatnonzero(~clonable)  # a clone is written where the op before it is: then runs stay long
+    before = np.maximum(np.searchsorted(own, np.arange(flops.size), side="right") - 1, 0)
+    stage_of[clonable] = stage_of[own[before]][clonable]
     return stage_of
+
+
+def _ordered_groups(graph: Graph) -> Ints:
+    """Indivisible groups that are no clones, by their first op, each after those it reads."""
+    flat, clonable = graph.flat, clonable_ops(graph)
+    consumer = np.repeat(np.arange(flat.op_class.size), np.diff(flat.op_indptr))
+    producer = flat.value_op[flat.op_inputs]
+    real = (producer >= 0) & ~clonable[consumer] & ~clonable[producer]
+    pairs = np.unique(np.stack([flat.op_group[producer[real]], flat.op_group[consumer[real]]], axis=1), axis=0)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
+    readers: dict[int, list[int]] = {}
+    for source, target in pairs.tolist():
+        readers.setdefault(source, []).append(target)
+    missing = np.bincount(pairs[:, 1], minlength=flat.op_class.size)
+    ready = [head for head in np.unique(flat.op_group[~clonable]).tolist() if not missing[head]]
+    order = []
+    while ready:
+        head = heapq.heappop(ready)
+        order.append(head)
+        for reader in readers.get(head, ()):
+            missing[reader] -= 1
+            if not missing[reader]:
+                heapq.heappush(ready, reader)
+    return np.array(order, dtype=np.int64)
 
 
 def _keep_groups_whole(graph: Graph, stage_of: Ints) -> Ints:

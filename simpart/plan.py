@@ -56,7 +56,7 @@ class Devices:
     def from_text(text: str) -> Devices:
         runs = []
         for part in text.split(","):
-            match = re.fullmatch(r"(\d+):(\d+)(?::(\d+))?", part.strip())
+            match = re.fullmatch(r"(\d+):(\d+)(?::(\d+))?", part.strip(), re.ASCII)
             start, stop, step = (int(digits or 1) for digits in match.groups()) if match else (0, 0, 1)
             if not start < stop <= MAX_DEVICES or step < 1:
                 raise FormatError(f"devices are written 0:8 or 0:8,16:24:2, up to {MAX_DEVICES}, got {text!r}")
