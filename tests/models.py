@@ -1,4 +1,4 @@
-"""Small modules that the zoo lacks, as `tests.models:factory`. Dims are distinct, so that a size tells which dim it is."""
+"""Small modules that the zoo lacks, as `tests.models:factory`, with dims all distinct."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class MLP(nn.Module):
         self.fc2 = nn.Linear(inner, outputs)
 
     def forward(self, x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return (self.fc2(torch.relu(self.fc1(x))) - target).square().mean()
+        error: torch.Tensor = self.fc2(torch.relu(self.fc1(x))) - target
+        return error.square().mean()
 
 
 def mlp(micro_batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
