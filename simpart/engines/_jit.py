@@ -1,7 +1,7 @@
 """Loops compiled with numba where it is there and worth its start-up, else plain Python with equal answers.
 
-Machine code is kept in the user's cache folder (never beside the package), unless `SIMPART_CACHE=off` or that folder
-cannot be written. `SIMPART_NO_JIT=1` keeps numba away.
+Machine code is kept in the user's cache folder (never beside the package), unless `SIMPART_NO_CACHE=1` or that
+folder cannot be written. `SIMPART_NO_JIT=1` keeps numba away.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _compile(function: Callable[..., Any]) -> Callable[..., Any] | None:
 
 @cache
 def _cache_folder() -> str | None:
-    if os.environ.get("SIMPART_CACHE", "").lower() in ("off", "0", "no"):
+    if os.environ.get("SIMPART_NO_CACHE", "") not in ("", "0"):
         return None
     from platformdirs import user_cache_dir
 

@@ -13,6 +13,7 @@ __all__ = ["Peaks", "Times", "check_durations", "completes_backward", "task_name
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
 _LETTERS = {
@@ -57,9 +58,11 @@ def task_name(topology: Topology, task: int) -> str:
     return name if m < 0 else f"{name}, micro-batch {m}"
 
 
-def completes_backward(topology: Topology) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def completes_backward(topology: Topology) -> Bools:
     """Tasks after which the gradients of a stage's parameters are there."""
-    return np.isin(topology.kind, (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT))
+    kind = topology.kind
+    found: Bools = (kind == int(TaskKind.BACKWARD)) | (kind == int(TaskKind.BACKWARD_WEIGHT))
+    return found
 
 
 def check_durations(topology: Topology, durations: Durations) -> None:
