@@ -73,7 +73,7 @@ def class_of_update(shape: Shape, group: int) -> int:
     return class_of_reduction(shape, len(shape.reductions)) + group
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=32)  # one can take tens of megabytes
 def topology_of(shape: Shape) -> Topology:
     """The tasks of this shape; raises UserError with the grid where the schedule deadlocks.
 
