@@ -46,6 +46,8 @@ def _check_sharding(what: str, sharding: Sharding, graph: Graph, users: Sequence
                     f"a class of kernels is named by its first instance {first[cls]}, got {kernel}; "
                     "name that one, or put this one under overrides"
                 )
+            if REPLICA_AXIS in dict(strategy.axes):
+                raise UserError(f"kernel {kernel}: axis dp holds replicas, which split no kernel; use another axis")
             for stage, group in users:
                 _check_axes(f"kernel {kernel}", strategy.axes, group.sharding_axes, f"the group of stage {stage}")
             _check_strategy(kernel, strategy, graph.kernel_class_inputs[cls], graph.kernel_classes[cls].outputs)
@@ -101,8 +103,6 @@ def _check_axes(what: str, places: Iterable[tuple[str, object]], axes: Sequence[
     _once(f"{what}: axis", names)
     for axis in names:
         if axis not in known:
-            if axis == REPLICA_AXIS:
-                raise UserError(f"{what}: axis dp holds replicas, which split no kernel; use another axis of {where}")
             raise UserError(f"{what}: {where} has no axis {axis!r}; it has {', '.join(known) or 'none'}")
 
 

@@ -40,7 +40,7 @@ def refused(model: str, configuration: Configuration, global_batch: int = 24) ->
     return str(caught.value)
 
 
-# --- stages ------------------------------------------------------------------------------------------------------------
+# --- stages ----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("model", [GPT, TIED, UNET, RESNET])
 @pytest.mark.parametrize("stages", range(1, 7))
 def test_any_number_of_stages_is_a_partition(model: str, stages: int) -> None:
@@ -81,7 +81,7 @@ def test_as_many_stages_as_ops_but_no_more() -> None:
         equal_layers(graph, most + 1)
 
 
-# --- configurations ----------------------------------------------------------------------------------------------------
+# --- configurations --------------------------------------------------------------------------------------------------
 @given(
     st.sampled_from([GPT, TIED, UNET, RESNET]), st.integers(1, 4), st.none() | st.integers(1, 4),
     st.none() | st.integers(1, 4), st.sampled_from(["1f1b", "gpipe"]), st.sampled_from(["none", "full"]),
@@ -131,7 +131,7 @@ def test_degrees_must_fit_the_batch() -> None:
 
 def test_more_stages_than_ops_are_refused() -> None:
     small = problem("tests.models:mlp", 8, "dgx-a100")
-    with pytest.raises(UserError, match="pp must be at most 6, .* got pp=8; lower pp"):
+    with pytest.raises(UserError, match=r"pp must be at most 6, .* got pp=8; lower pp"):
         configure(small, Configuration(pp=8))
 
 
@@ -142,7 +142,7 @@ def test_what_is_not_lowered_is_refused_plainly() -> None:
         Configuration(zero=1)
 
 
-# --- recomputation -----------------------------------------------------------------------------------------------------
+# --- recomputation ---------------------------------------------------------------------------------------------------
 def test_layers_are_recomputed_one_by_one() -> None:
     graph = graph_of(GPT)
     stage_of = equal_layers(graph, 3)

@@ -168,7 +168,7 @@ def test_op_sets_refuse_what_the_graph_lacks() -> None:
         OpSet(((graph.op_ids[5], graph.op_ids[2]),)).indices(graph)
 
 
-# --- refusals of plans -------------------------------------------------------------------------------------------------
+# --- refusals of plans -----------------------------------------------------------------------------------------------
 def refused(plan: Plan, graph: Graph, kind: type[UserError] = UserError) -> str:
     with pytest.raises(kind) as caught:
         check_plan(plan, graph)
@@ -247,24 +247,25 @@ def test_another_graph_is_refused_with_the_first_difference() -> None:
     assert f"the plan has no op {graph_of(GPT).op_ids[41]}" in refused(partial, graph_of(GPT), MismatchError)
 
 
-BASE = {"devices": Devices.from_text("0:2"), "axes": (("dp", 2),)}
+TWICE = DeviceGroup(devices=Devices.of([0, 1]), axes=(("a", 1), ("a", 2)))
+SHORT = Schedule(kind="explicit", explicit=parse_rows("0F0,0B0\n1F0"))
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"groups": (group("0:2", dp=2), group("1:2", dp=1))}, "device groups must not share devices"),
-        ({"groups": (group("0:3", dp=2), group("3:4", dp=1))}, "group 0: axes {'dp': 2} do not multiply to its 3 devices"),
+        ({"groups": (group("0:3", dp=2), group("3:4", dp=1))}, "axes {'dp': 2} do not multiply to its 3 devices"),
         ({"groups": (group("0:1", dp=-1, tp=-1), group("3:4", dp=1))}, "sizes of at least 1"),
-        ({"groups": (DeviceGroup(devices=Devices.of([0, 1]), axes=(("a", 1), ("a", 2))), group("3:4"))}, "different names"),
-        ({"batch": Batch(micro_batches=2, sizes=((1, 1), (3,)))}, "group 1: replica micro-batches [3] must be at least 1 and sum to 2"),
-        ({"batch": Batch(micro_batches=2, sizes=((2, 0), (2,)))}, "group 0: replica micro-batches [2, 0] must be at least 1"),
+        ({"groups": (TWICE, group("3:4"))}, "different names"),
+        ({"batch": Batch(micro_batches=2, sizes=((1, 1), (3,)))}, "micro-batches [3] must be at least 1 and sum to 2"),
+        ({"batch": Batch(micro_batches=2, sizes=((2, 0), (2,)))}, "group 0: replica micro-batches [2, 0]"),
         ({"batch": Batch(micro_batches=2, sizes=((1,), (1,)))}, "group 0 has 2 replicas but 1 micro-batch sizes"),
         ({"batch": Batch(micro_batches=0, sizes=((1, 1), (2,)))}, "at least one micro-batch"),
         ({"batch": Batch(micro_batches=1, sizes=((1, 1),))}, "replica sizes for every group"),
         ({"stages": ()}, "at least one stage"),
         ({"groups": ()}, "at least one stage and one device group"),
-        ({"schedule": Schedule(kind="explicit", explicit=parse_rows("0F0,0B0\n1F0"))}, "stage 0 must run the backward of micro-batch 1"),
+        ({"schedule": SHORT}, "stage 0 must run the backward of micro-batch 1"),
     ],
 )  # fmt: skip
 def test_plans_that_contradict_themselves_are_refused(changes: dict[str, object], message: str) -> None:

@@ -19,7 +19,13 @@ from simpart.hardware import load_cluster
 from simpart.placement import AxisStrategy, Halo, Partial, Replicate, Shard, Sharding, Strategy, placement_from_text
 from simpart.plan import Devices
 from simpart.plan_format import (
-    PlanFile, load_plan, plan_from_json, plan_to_json, save_plan, training_from_json, training_to_json
+    PlanFile,
+    load_plan,
+    plan_from_json,
+    plan_to_json,
+    save_plan,
+    training_from_json,
+    training_to_json,
 )  # fmt: skip
 from simpart.schedule import Action, Schedule, format_rows, parse_rows
 from simpart.training import TrainingSpec
@@ -158,7 +164,7 @@ def test_nothing_is_written_where_it_cannot_be(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- whatever the file says, a UserError or a plan ---------------------------------------------------------------------
+# --- whatever the file says, a UserError or a plan -------------------------------------------------------------------
 JUNK = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 5), st.integers(), st.floats(), st.text(max_size=6),
     st.sampled_from(["0:4", "R", "S(9)", "P(sum)", "explicit", "x", "dp", "0F0", "fc1/aten.linear.default#0", "a\nb"]),
@@ -225,7 +231,7 @@ def test_anything_is_a_plan_or_a_format_error(content: Any) -> None:
             assert "\n" not in str(error)
 
 
-# --- texts inside ------------------------------------------------------------------------------------------------------
+# --- texts inside ----------------------------------------------------------------------------------------------------
 @given(st.lists(st.integers(0, 60), unique=True, min_size=1))
 def test_devices_survive_their_text(positions: list[int]) -> None:
     devices = Devices.of(positions)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections import Counter
 from dataclasses import replace
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +28,25 @@ from simpart.placement import (
     StatePlacement,
     Strategy,
 )
-from simpart.plan import OpSet, Plan, Stage, kernel_ids
+from simpart.plan import OpSet, Plan, kernel_ids
 from simpart.plan_format import PlanFile, load_plan, plan_from_json, plan_to_json, save_plan
 from simpart.sizes import size_at, size_from_json
 from simpart.training import TrainingSpec
 from tests.sharding_rule import Conversion, conversions, running_order, strategies_of
 from tests.vocabulary import (
-    EXAMPLES, GPT, MLP, TENSOR_PARALLEL, UNET, Example, document, graph_of, megatron, relayed_or_sent, renewed, rests, tofu
+    EXAMPLES,
+    GPT,
+    MLP,
+    TENSOR_PARALLEL,
+    UNET,
+    Example,
+    document,
+    graph_of,
+    megatron,
+    relayed_or_sent,
+    renewed,
+    rests,
+    tofu,
 )  # fmt: skip
 
 R = Replicate()
@@ -125,9 +136,9 @@ def test_words_count_parameters_of_a_stage() -> None:
     assert f"{count / 1000:.0f} k parameters" in words_of("RaNNC").splitlines()[1]
 
 
-# --- Megatron: conversions between kernels are Megatron's collectives ------------------------------------------------------
-def collectives(plan: Plan, graph: Graph, axis: str = "tp") -> list[Conversion]:
-    found = conversions(graph, plan.shardings[0][1], rests(TENSOR_PARALLEL), axis)
+# --- Megatron: conversions between kernels are Megatron's collectives ------------------------------------------------
+def collectives(plan: Plan, graph: Graph) -> list[Conversion]:
+    found = conversions(graph, plan.shardings[0][1], rests(TENSOR_PARALLEL), "tp")
     return [c for c in found if c.collective]
 
 
@@ -217,7 +228,7 @@ def test_tofu_moves_activations_between_forward_and_backward() -> None:
     assert moved[0].consumer == "fc2/aten.linear.default#0|B|aten.mm.default#1"
 
 
-# --- the strategies are true: every kernel run in parts gives what the whole kernel gives ----------------------------------
+# --- the strategies are true: every kernel run in parts gives what the whole kernel gives ----------------------------
 BATCH, MEMBERS = 4, 2
 LOCALISED = ("_log_softmax", "_log_softmax_backward_data", "nll_loss_forward", "nll_loss_backward")
 """Over a split vocabulary these need the maximum and the sum of all members, or a mask: their local forms are the stage
@@ -247,7 +258,7 @@ def run_kernel(target: str, arguments: str, tensors: list[torch.Tensor], shape: 
 def parts(whole: torch.Tensor, place: Placement | Halo, generator: torch.Generator) -> list[torch.Tensor]:
     if isinstance(place, Shard):
         assert whole.shape[place.dim] % MEMBERS == 0
-        return list(whole.chunk(MEMBERS, place.dim))
+        return [part.contiguous() for part in whole.chunk(MEMBERS, place.dim)]  # norms read their statistics as dense
     if isinstance(place, Partial):
         first = torch.randn(whole.shape, dtype=whole.dtype, generator=generator)
         return [first, whole - first]
@@ -264,14 +275,14 @@ def joined(found: list[torch.Tensor], place: Placement) -> torch.Tensor:
     return found[0]
 
 
-def classes(model: str, sharding: Sharding) -> list[tuple[str, str, AxisStrategy]]:
+def classes(sharding: Sharding) -> list[tuple[str, str, AxisStrategy]]:
     return [(name, axis, split) for name, strategy in sharding.classes for axis, split in strategy.axes]
 
 
 def strategies_to_run() -> list[tuple[str, str, str, AxisStrategy]]:
     plans = [(GPT, megatron(graph_of(GPT), sequence_parallel=s)) for s in (False, True)]
     plans.append((MLP, tofu(graph_of(MLP))))
-    rows = [(model, *row) for model, plan in plans for row in classes(model, plan.shardings[0][1])]
+    rows = [(model, *row) for model, plan in plans for row in classes(plan.shardings[0][1])]
     return list(dict.fromkeys(rows))
 
 
@@ -303,18 +314,16 @@ def test_kernels_in_parts_give_what_whole_kernels_give() -> None:
             for m in range(MEMBERS)
         ]
         for i, place in enumerate(split.outputs):
-            torch.testing.assert_close(
-                joined([found[i] for found in each], place), whole[i], msg=lambda text, n=name: f"{n}: {text}"
-            )
+            torch.testing.assert_close(joined([found[i] for found in each], place), whole[i], msg=name)
         checked += 1
     assert checked > 130
 
 
 def test_producers_and_readers_agree_within_an_op_forward() -> None:
-    """Conversions sit on the edges between ops, where the stage compiler puts them; only sources are converted inside."""
+    """Conversions sit on the edges between ops, where the stage compiler puts them."""
     graph = graph_of(GPT)
-    for plan, axis in product((megatron(graph), megatron(graph, sequence_parallel=False)), ("tp",)):
-        for c in collectives(plan, graph, axis):
+    for plan in (megatron(graph), megatron(graph, sequence_parallel=False)):
+        for c in collectives(plan, graph):
             if "|F|" in c.consumer:
                 assert c.producer.partition("|")[0] != c.consumer.partition("|")[0]
 
@@ -330,7 +339,7 @@ def test_kernels_run_after_what_they_read() -> None:
             assert place[int(flat.kernel_value_kernel[value])] < place[reader]
 
 
-# --- what the vocabulary refuses in shardings and states ---------------------------------------------------------------------
+# --- what the vocabulary refuses in shardings and states -------------------------------------------------------------
 def sharded(**changes: Any) -> Plan:
     """Tofu's plan with another sharding."""
     plan = tofu(graph_of(MLP))
@@ -348,12 +357,16 @@ ADDMM = "fc1/aten.linear.default#0|F|aten.addmm.default#0"
     ("name", "strategy", "message"),
     [
         ("fc3/aten.linear.default#0|F|aten.mm.default#0", on("x", (R,), (R,)), "unknown kernel 'fc3/"),
-        ("fc1/aten.linear.default#0|F|aten.mm.default#0", on("x", (R,), (R,)), f"did you mean '{ADDMM}'"),
+        (
+            "fc1/aten.linear.default#0|F|aten.mm.default#0",
+            on("x", (R,), (R,)),
+            "did you mean 'fc1/aten.linear.default#0|",
+        ),
         (ADDMM, on("z", (R, R, R), (R,)), "the group of stage 0 has no axis 'z'; it has x, y"),
         (ADDMM, on("dp", (R, R, R), (R,)), "axis dp holds replicas"),
         (ADDMM, on("x", (R, R), (R,)), "has 3 inputs, its strategy on x names 2"),
         (ADDMM, on("x", (R, R, R), (R, R)), "has 1 outputs, its strategy on x names 2"),
-        (ADDMM, on("x", (Shard(1), R, R), (R,)), "inputs 0"),
+        (ADDMM, on("x", (Shard(1), R, R), (R,)), "input 0 has 1 dims, its placement S(1) names dim 1; count from 0"),
         (ADDMM, on("x", (R, Halo(Shard(2), 1, 1), R), (R,)), "names dim 2"),
         (ADDMM, on("x", (R, R, Shard(1, block=7)), (R,)), "block must divide dim 1 of size 40, got 7"),
         (ADDMM, Strategy(on("x", (R, R, R), (R,)).axes * 2), "axis x is given twice"),
@@ -362,7 +375,7 @@ ADDMM = "fc1/aten.linear.default#0|F|aten.addmm.default#0"
 def test_strategies_that_do_not_fit_are_refused(name: str, strategy: Strategy, message: str) -> None:
     with pytest.raises(UserError) as caught:
         check_plan(sharded(overrides=((name, strategy),)), graph_of(MLP))
-    assert message in str(caught.value) or message == "inputs 0"
+    assert message in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
@@ -390,9 +403,9 @@ def test_shardings_have_one_name_and_a_use() -> None:
     ("pattern", "rest", "message"),
     [
         ("fc3.*", StatePlacement(), r"state of 'fc3\.\*' matches no parameter .* fc1\.weight"),
-        ("fc1.weight", StatePlacement(parameter=(("dp", Shard(0)),)), "parameter fc1.weight: group 0 has no axis 'dp'|holds replicas"),
-        ("fc1.bias", StatePlacement(gradient=(("x", Shard(1)),)), "gradient of fc1.bias has 1 dims, its placement S.1. names dim 1"),
-        ("fc1.bias", StatePlacement(optimizer=(("x", Partial()),)), "optimizer state of fc1.bias rests whole or in shards, got P"),
+        ("fc1.*", StatePlacement(parameter=(("dp", Shard(0)),)), "fc1.weight: group 0 has no axis 'dp'; it has x, y"),
+        ("*.bias", StatePlacement(gradient=(("x", Shard(1)),)), "gradient of fc1.bias has 1 dims, .* S.1. names dim 1"),
+        ("*.bias", StatePlacement(optimizer=(("x", Partial()),)), "state of fc1.bias rests whole or in shards, got P"),
     ],
 )  # fmt: skip
 def test_states_that_do_not_fit_are_refused(pattern: str, rest: StatePlacement, message: str) -> None:
@@ -412,10 +425,9 @@ def test_the_first_pattern_that_matches_holds() -> None:
     check_plan(plan, graph_of(MLP))
     names = {s.name: plan.state_of(s)[0] for s in graph_of(MLP).parameters.values()}
     assert names == {"fc1.weight": "*", "fc1.bias": "*.bias", "fc2.weight": "*", "fc2.bias": "*.bias"}
-    with pytest.raises(UserError, match="matches no parameter that an earlier pattern leaves"):
-        check_plan(replace(plan, state=plan.state[::-1]), graph_of(MLP)) if False else check_plan(
-            replace(plan, state=(("*", StatePlacement()), ("fc1.bias", StatePlacement()))), graph_of(MLP)
-        )
+    hidden = replace(plan, state=(("*", StatePlacement()), ("fc1.bias", StatePlacement())))
+    with pytest.raises(UserError, match=r"state of 'fc1\.bias' matches no parameter that an earlier pattern leaves"):
+        check_plan(hidden, graph_of(MLP))
 
 
 def test_recomputation_stays_in_its_stage() -> None:
@@ -425,4 +437,3 @@ def test_recomputation_stays_in_its_stage() -> None:
     stages = (replace(plan.stages[0], recompute=(elsewhere,)), *plan.stages[1:])
     with pytest.raises(UserError, match=r"stage 0 recomputes op h\.6/aten\.add\.Tensor#0, which it does not hold"):
         check_plan(replace(plan, stages=stages), example.graph)
-    assert isinstance(stages[0], Stage)
