@@ -19,6 +19,7 @@ import torch
 
 from simpart.cost import Signature, TensorForm
 from simpart.errors import UnsupportedError
+from simpart.files import dump_json
 from simpart.hardware_profiles._environment import keep_freed_memory, last_level_cache_bytes, pin
 from simpart.hardware_profiles._store import signature_from_json
 from simpart.ops import base_name
@@ -227,31 +228,61 @@ def make_optimizer(name: str, parameters: list[torch.nn.Parameter]) -> torch.opt
 
 
 # --- what a step takes beyond its kernels ----------------------------------------------------------------------------
+class _Block(torch.nn.Module):
+    """Norm, linear, activation and residual: what most models consist of, so small that the arithmetic is nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.act = torch.nn.LayerNorm(_WIDTH), torch.nn.Linear(_WIDTH, _WIDTH), torch.nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = x + self.act(self.linear(self.norm(x)))
+        return out
+
+
+_WIDTH, _BLOCKS = 16, 16
+_BLOCK_KERNELS = (  # (target, arguments with `x` for a square tensor, `v` for a vector, `n` for its width)
+    ("aten.native_layer_norm.default", ["x", ["n"], "v", "v", 1e-5]),
+    ("aten.addmm.default", ["v", "x", "x"]),
+    ("aten.gelu.default", ["x"]),
+    ("aten.add.Tensor", ["x", "x"]),
+    ("aten.gelu_backward.default", ["x", "x"]),
+    ("aten.mm.default", ["x", "x"]),
+    ("aten.mm.default", ["x", "x"]),
+    ("aten.sum.dim_IntList", ["x", [0], True]),
+    ("aten.native_layer_norm_backward.default", ["x", "x", ["n"], "c", "c", "v", "v", [True, True, True]]),
+    ("aten.add.Tensor", ["x", "x"]),
+)
+
+
 def kernel_overhead_s(bench: Bench, repeats: int = 15) -> list[float]:
-    """Seconds per kernel that forward and backward of a module take beyond the replay of their kernels.
-
-    Seen on a GPT so small that its kernels do next to nothing: what is left is Python and autograd.
-    """
-    from simpart.capture import capture
-    from simpart.hardware_profiles._profile_ops import kernel_counts
-    from simpart.model_spec import parse_model
-
-    factory = parse_model("gpt:layers=4,hidden=32,heads=2,seq=16,vocab=64")
-    counts = kernel_counts(capture(factory, (2, 3)), 2)
+    """Seconds per kernel that a real forward and backward take beyond replayed kernels: Python, autograd, views."""
+    forms = {
+        "x": TensorForm((_WIDTH, _WIDTH), "float32", (0, 1)),
+        "v": TensorForm((_WIDTH,), "float32", (0,)),
+        "c": TensorForm((_WIDTH, 1), "float32", (0, 1)),
+    }
     replayed = 0.0
-    for signature, count in counts.items():
-        found = sorted(bench.seconds(signature, 5, 1e-3))
-        replayed += count * found[len(found) // 2]
-    module, inputs = factory(2)
+    for target, arguments in _BLOCK_KERNELS:
+        inputs = [forms[a] for a in arguments if isinstance(a, str)]
+        places = iter(range(len(inputs)))
+        positional = [
+            {"tensor": next(places)} if isinstance(a, str) else [_WIDTH] if a == ["n"] else a for a in arguments
+        ]
+        call = dump_json({"positional": positional, "named": {}})
+        found = sorted(bench.seconds(Signature(target, tuple(inputs), (forms["x"],), call), 5, 1e-3))
+        replayed += _BLOCKS * found[len(found) // 2]
+    module = torch.nn.Sequential(*(_Block() for _ in range(_BLOCKS)))
+    x, gradient = torch.ones(_WIDTH, _WIDTH, requires_grad=True), torch.ones(_WIDTH, _WIDTH)
 
     def run(times: int) -> None:
         for _ in range(times):
             module.zero_grad(set_to_none=True)
-            module(*inputs).backward()
+            x.grad = None
+            module(x).backward(gradient)
 
     run(5)
-    kernels = sum(counts.values())
-    return [max(0.0, seconds - replayed) / kernels for seconds in timings(run, repeats, 0.1)]
+    return [max(0.0, seconds - replayed) / (_BLOCKS * len(_BLOCK_KERNELS)) for seconds in timings(run, repeats, 0.1)]
 
 
 # --- the worker ------------------------------------------------------------------------------------------------------
