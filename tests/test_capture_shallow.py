@@ -51,7 +51,7 @@ def model(kind: type[nn.Module], *arguments: object) -> Factory:
     return lambda b: (kind(*arguments), (torch.zeros(b, 16),))
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_gpt(tied: bool) -> None:
     expands_exactly(ZooFactory("gpt", GPTDims(layers=6, hidden=64, heads=4, seq=16, vocab=64, tied=tied)))
 

@@ -82,8 +82,8 @@ def check_loss(module: nn.Module, loss: Any) -> None:
         )
     if not loss.requires_grad:
         raise UserError(
-            f"the loss must depend on a trainable parameter, that of {name} does not; check for detach, no_grad, argmax "
-            "or frozen parameters on the way"
+            f"the loss must depend on a trainable parameter, that of {name} does not; check for detach, no_grad, "
+            "argmax or frozen parameters on the way"
         )
 
 
