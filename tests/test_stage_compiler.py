@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -316,3 +317,35 @@ def test_rows_that_wait_for_each_other_are_refused() -> None:
     check_order(parse_rows("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1"), [(0, 1)])
     with pytest.raises(UserError, match=r"group 0 waits at 0B0"):
         check_order(parse_rows("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1"), [(0, 1)])
+
+
+def test_a_rank_keeps_only_the_parameters_of_its_stage(gpt: Case) -> None:
+    import gc
+
+    from simpart.hardware import load_cluster
+    from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
+    from simpart.plan_format import PlanFile
+    from simpart.training import TrainingSpec
+    from simpart.validate._rank import build_share
+
+    count = len(gpt.graph.op_ids)
+    halves = (range(count // 2), range(count // 2, count))
+    plan = Plan(
+        graph=gpt.graph.fingerprint,
+        groups=tuple(DeviceGroup(devices=Devices.of([d])) for d in (0, 1)),
+        stages=tuple(Stage(ops=OpSet.of(gpt.graph, half), group=s) for s, half in enumerate(halves)),
+        batch=Batch(micro_batches=1, sizes=((2,), (2,))),
+    )
+    file = PlanFile(plan=plan, training=TrainingSpec(), cluster=load_cluster("local"), graph=gpt.graph)
+    built: list[Any] = []
+
+    def factory(micro_batch: int) -> Any:
+        module, inputs = parse_model(GPT)(micro_batch)
+        built.append(weakref.ref(module.get_parameter("h.1.mlp.fc.weight")))
+        return module, inputs
+
+    share = build_share(file, factory, 0, precision="float64", device=torch.device("cpu"))
+    gc.collect()
+    assert "h.0.mlp.fc.weight" in share.parameters and "h.1.mlp.fc.weight" not in share.parameters
+    assert share.holders["wte.weight"] == (0, 1) and share.holders["h.1.mlp.fc.weight"] == (1,)
+    assert built[-1]() is None

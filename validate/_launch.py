@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -78,6 +79,7 @@ def prepare(
     folder.mkdir(parents=True, exist_ok=True)
     for old in (*folder.glob("result-*.json"), *folder.glob("error-*.json")):
         old.unlink()
+    shutil.rmtree(folder / "log", ignore_errors=True)
     names = [f"plan-{i}.json" for i in range(len(files))]
     for name, file in zip(names, files, strict=True):
         save_plan(folder / name, file)

@@ -27,7 +27,8 @@ __all__ = ["Share", "build_share", "rank_table"]
 @dataclass(frozen=True, kw_only=True)
 class Share:
     """One rank's part. `tensors` gives local shape and dtype of every boundary value; `holders` the ranks of every
-    parameter; `module` is a copy of the whole model, kept only when it is asked for."""
+    parameter; `input_shapes` are those of the
+    model's inputs at this micro-batch size; `module` is a copy of the whole model, kept only when it is asked for."""
 
     rank: int
     group: int
@@ -43,6 +44,7 @@ class Share:
     holders: Mapping[str, tuple[int, ...]]
     module: nn.Module | None
     loss_sizes: tuple[int, ...]
+    input_shapes: tuple[tuple[int, ...], ...]
     draws_random: bool
 
 
@@ -143,6 +145,9 @@ def build_share(
         tensors=tensors,
         holders=holders_of(graph, partition, plan, table, names),
         module=module,
+        input_shapes=tuple(
+            tuple(getattr(value_of(n), "shape", ())) for n in exported.graph.graph.nodes if n.op == "placeholder"
+        ),
         loss_sizes=plan.batch.sizes[plan.stages[partition.loss_stage].group],
         draws_random=any(kind_of(kernel.target) == "random" for kernel in graph.kernel_classes),
     )

@@ -16,11 +16,11 @@ faulthandler.register(
 
 import contextlib  # noqa: E402
 import datetime  # noqa: E402
+import gc  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
-from collections.abc import Callable, Sequence  # noqa: E402
 from pathlib import Path  # noqa: E402
 from typing import Any  # noqa: E402
 
@@ -31,11 +31,11 @@ import torch.distributed as dist  # noqa: E402
 from simpart.errors import MismatchError, UnsupportedError, UserError  # noqa: E402
 from simpart.files import dump_json, write_atomically  # noqa: E402
 from simpart.hardware_profiles._environment import keep_freed_memory, pin  # noqa: E402
-from simpart.model_spec import UserFactory, parse_model  # noqa: E402
+from simpart.model_spec import parse_model  # noqa: E402
 from simpart.plan_format import PlanFile, load_plan  # noqa: E402
-from simpart.sizes import TensorSpec  # noqa: E402
-from simpart.validate._boundary import Traffic, batch_dim, check_order  # noqa: E402
+from simpart.validate._boundary import Traffic, check_order  # noqa: E402
 from simpart.validate._gradients import Updater, holder_groups  # noqa: E402
+from simpart.validate._inputs import Inputs  # noqa: E402
 from simpart.validate._launch import refuse_unsupported  # noqa: E402
 from simpart.validate._measure import Clock, peak_bytes, peak_rss_bytes, reset_peak_rss  # noqa: E402
 from simpart.validate._rank import Share, build_share, rank_table  # noqa: E402
@@ -138,21 +138,23 @@ def _run(job: dict[str, Any], path: Path, rank: int, device: torch.device) -> di
     updater = Updater(share.parameters, share.holders, holder_groups(share.holders, world), file.training, world)
     clock = Clock(device)
     runner = Runner(plan, share, traffic, transport, updater, rows[share.group], clock)
-    data = Data(file, factory, job["seed"], getattr(torch, precision), device)
-    mine = data.for_replica(share.group, share.replica)
+    data = Inputs(file, factory, share, job["seed"], precision)
     control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=job["timeout_s"]))
     dist.monitored_barrier(control, timeout=datetime.timedelta(seconds=job["timeout_s"]))
     result: dict[str, Any] = {"group": share.group, "replica": share.replica, "micro_batch": share.micro_batch}
     if check:
-        result["check"] = _check(file, share, runner, updater, data, mine)
+        result["check"] = _check(file, share, runner, updater, data)
+    data.keep_own_only()
+    gc.collect()
     reset_peak_rss()
     steps, losses = [], []
     for number in range(job["warmup"] + job["steps"]):
         dist.barrier(control)
         clock.start()
-        loss = runner.step(mine)
+        loss = runner.step(data.mine)
+        step_s = clock.stop()
         if number >= job["warmup"]:
-            steps.append({"step_s": clock.stop(), "events": clock.events()})
+            steps.append({"step_s": step_s, "events": clock.events()})
         losses.append(0.0 if loss is None else float(loss))
     result["peak_rss_bytes"] = peak_rss_bytes()
     dist.barrier(control)
@@ -164,7 +166,7 @@ def _run(job: dict[str, Any], path: Path, rank: int, device: torch.device) -> di
         *updater.sums.values(),
     ]
     state = updater.state_bytes()
-    memory = peak_bytes(lambda: runner.step(mine), held, device)
+    memory = peak_bytes(lambda: runner.step(data.mine), held, device)
     if device.type == "cpu":
         memory = {name: size + state for name, size in memory.items()}
     result |= {
@@ -195,78 +197,7 @@ def _same_everywhere(share: Share) -> None:
             )
 
 
-class Data:
-    """Inputs of every micro-batch of a step, the same on all ranks, and the part of them that a replica reads.
-
-    The factory's `inputs(micro_batch, generator)` draws them if it has one; else its example inputs serve every
-    micro-batch.
-    """
-
-    def __init__(self, file: PlanFile, factory: Any, seed: int, dtype: torch.dtype, device: torch.device) -> None:
-        self.plan, self.device = file.plan, device
-        batch = file.plan.batch
-        specs = {int(s.name): s.spec for _, s in file.graph.all_sources() if s.kind == "input"}
-        self.whole: list[list[Any]] = []
-        before = torch.get_default_dtype()
-        torch.set_default_dtype(dtype)
-        try:
-            if isinstance(factory, UserFactory) and not factory.draws_inputs:
-                self.whole = [_flat(factory(batch.micro_batch)[1])] * batch.micro_batches
-            else:
-                for m in range(batch.micro_batches):
-                    generator = torch.Generator().manual_seed(seed * 1_000_003 + m)
-                    torch.manual_seed(seed * 1_000_003 + m)
-                    self.whole.append(_flat(factory.inputs(batch.micro_batch, generator)))
-        finally:
-            torch.set_default_dtype(before)
-        self.specs = [specs.get(i) for i in range(len(self.whole[0]))]
-        self.kept: list[list[Any]] = []
-
-    def part(self, micro_batch: int, sizes: Sequence[int], index: int) -> list[Any]:
-        """The inputs of replica `index` when the samples of a micro-batch are divided as `sizes`."""
-        start = sum(sizes[:index])
-        return [
-            _samples(x, spec, start, sizes[index]) for x, spec in zip(self.whole[micro_batch], self.specs, strict=True)
-        ]
-
-    def parts(self, micro_batch: int, sizes: Sequence[int]) -> list[list[Any]]:
-        return [self.part(micro_batch, sizes, i) for i in range(len(sizes))]
-
-    def for_replica(self, group: int, replica: int) -> Callable[[int], Sequence[Any]]:
-        """Inputs by micro-batch, on the device; the rest is let go unless `parts` is to be asked for again."""
-        sizes = self.plan.batch.sizes[group]
-        for m in range(self.plan.batch.micro_batches):
-            self.kept.append([_on(x, self.device) for x in self.part(m, sizes, replica)])
-        return lambda m: self.kept[m]
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [x for row in self.kept for x in row if isinstance(x, torch.Tensor)]
-
-
-def _flat(inputs: Any) -> list[Any]:
-    return list(torch.utils._pytree.tree_leaves(inputs))
-
-
-def _on(value: Any, device: torch.device) -> Any:
-    return value.to(device).clone() if isinstance(value, torch.Tensor) else value
-
-
-def _samples(value: Any, spec: TensorSpec | None, start: int, count: int) -> Any:
-    if not isinstance(value, torch.Tensor) or spec is None or not spec.batched:
-        return value
-    found = batch_dim(spec)
-    if found is None:
-        raise UnsupportedError(
-            f"an input of dims ({', '.join(map(str, spec.dims))}) cannot be divided among replicas; give it one "
-            f"dim of samples"
-        )
-    dim, slope = found
-    return value.narrow(dim, slope * start, slope * count)
-
-
-def _check(
-    file: PlanFile, share: Share, runner: Runner, updater: Updater, data: Data, mine: Callable[[int], Sequence[Any]]
-) -> dict[str, Any]:
+def _check(file: PlanFile, share: Share, runner: Runner, updater: Updater, data: Inputs) -> dict[str, Any]:
     """One step here and in one process; the largest relative differences of loss, gradients, parameters and buffers."""
     if share.draws_random:
         raise UnsupportedError(
@@ -282,7 +213,7 @@ def _check(
             {n: g.detach().cpu().clone() for n in updater.trained if (g := updater.gradient(n)) is not None}
         )
 
-    loss = runner.step(mine, before_update=keep)
+    loss = runner.step(data.mine, before_update=keep)
     total = torch.zeros((), dtype=torch.float64) if loss is None else loss.double().cpu().reshape(())
     dist.all_reduce(total)
     found: dict[str, Any] = {"loss": abs(float(total) - wanted.loss) / max(abs(wanted.loss), 1e-300)}
