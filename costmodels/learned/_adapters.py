@@ -1,0 +1,287 @@
+"""Published operator tables into the one schema: the kind of a file is told from its columns."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from simpart.costmodels.learned._families import FAMILY_MODELS
+from simpart.costmodels.learned._measurements import Imported, Measurements
+from simpart.costmodels.learned._rules import judge
+from simpart.costmodels.learned._sheet import Sheet
+from simpart.costmodels.learned._training import rows_of, sheets_for
+from simpart.errors import FormatError, UnknownNameError, UserError
+from simpart.hardware import load_device
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["KINDS", "device_named", "import_frame", "read_frame", "read_measurements"]
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+_BYTES = {"bfloat16": 2.0, "float16": 2.0, "fp16": 2.0, "half": 2.0, "float32": 4.0, "fp8": 1.0, "nvfp4": 0.5625}
+_REMARK = re.compile(r"\s*\([^)]*\)")
+
+
+@lru_cache(maxsize=512)
+def device_named(spelling: str) -> str | None:
+    """Name of the device file for a spelling; a remark in brackets names the host, not the chip. None if unknown.
+
+    >>> device_named("h100_sxm (p5)")
+    'H100-SXM-80GB'
+    """
+    try:
+        return load_device(_REMARK.sub("", spelling).strip()).name
+    except UserError:
+        return None
+
+
+def read_frame(path: Path | str) -> pd.DataFrame:
+    """A CSV or Parquet file as a table; raises FormatError in one line."""
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise UserError("reading data sets needs pandas and pyarrow; install simpart[data]") from error
+    path = Path(path)
+    try:
+        frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, low_memory=False)
+    except Exception as error:  # pandas and pyarrow raise a dozen kinds, none of them ours
+        raise FormatError(f"cannot read {path} as a table: {' '.join(str(error).split())[:200]}") from error
+    if not len(frame):
+        raise FormatError(f"{path} has no rows")
+    return frame
+
+
+def read_measurements(path: Path | str) -> Imported:
+    """All operator measurements of a file, cleaned, with what was left out by reason. Raises FormatError for a file
+    of no known kind, naming the columns that each kind needs."""
+    return import_frame(read_frame(path), str(path))
+
+
+def import_frame(frame: pd.DataFrame, name: str = "table") -> Imported:
+    """As `read_measurements`, from a table in memory."""
+    columns = set(frame.columns)
+    found = [kind for kind in KINDS if kind.columns <= columns and kind.accepts(frame)]
+    if not found:
+        need = "; ".join(f"{k.name}: {', '.join(sorted(k.columns - columns)) or 'other ops'}" for k in KINDS)
+        raise FormatError(f"{name} is of no known kind; missing columns are, {need}")
+    kind = found[0]
+    refused: Counter[str] = Counter()
+    tables = []
+    taken = np.zeros(len(frame), dtype=bool)
+    for table in kind.read(frame):
+        taken[table.row.astype(np.int64)] = True
+        clean, counts = cleaned(table)
+        refused.update(counts)
+        if len(clean):
+            tables.append(clean)
+    left = int((~taken).sum())
+    if left:
+        refused["no_model_of_this_op_or_dtype"] += left
+    return Imported(kind=kind.name, tables=tuple(tables), rows=len(frame), refused=dict(refused))
+
+
+def cleaned(table: Measurements) -> tuple[Measurements, dict[str, int]]:
+    """Rows that no rule speaks against, and how many each rule took out."""
+    known = [name for name in table.devices() if not name.startswith("?")]
+    sheets = sheets_for(known, FAMILY_MODELS[table.family])
+    stand_in = next(iter(sheets), None)
+    rows = None
+    if stand_in is not None:
+        names = np.array([n if n in sheets else stand_in for n in table.device.tolist()], dtype=object)
+        rows = rows_of(_with_devices(table, names), sheets)
+    verdict = judge(table, sheets, rows)
+    counts = Counter(v for v in verdict.tolist() if v)
+    return table.at(verdict == ""), dict(counts)
+
+
+def _with_devices(table: Measurements, names: Any) -> Measurements:
+    from dataclasses import replace
+
+    return replace(table, device=names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kind:
+    """A form of file: the columns it needs, whether the ops in it fit, and how it becomes tables."""
+
+    name: str
+    columns: frozenset[str]
+    read: Callable[[pd.DataFrame], Iterable[Measurements]]
+    accepts: Callable[[pd.DataFrame], bool] = lambda frame: True
+
+
+def _text(frame: pd.DataFrame, column: str, default: str = "") -> Any:
+    if column not in frame.columns:
+        return np.full(len(frame), default, dtype=object)
+    return frame[column].astype(object).fillna("").astype(str).to_numpy(dtype=object)
+
+
+def _number(frame: pd.DataFrame, column: str, default: float | None = None) -> Floats:
+    import pandas as pd
+
+    if column not in frame.columns:
+        if default is None:
+            raise FormatError(f"column {column!r} is missing")
+        return np.full(len(frame), default)
+    values: Floats = pd.to_numeric(frame[column], errors="coerce").to_numpy(dtype=np.float64)
+    return values if default is None else np.where(np.isnan(values), default, values)
+
+
+def _latency(frame: pd.DataFrame) -> Floats:
+    """Seconds from whichever column there is; the unit stands in its name."""
+    for column, scale in (("latency_ms", 1e-3), ("median_ms", 1e-3), ("latency_us", 1e-6), ("latency_s", 1.0)):
+        if column in frame.columns:
+            return _number(frame, column) * scale
+    raise FormatError("no latency column; one of latency_ms, latency_us, latency_s, median_ms is needed")
+
+
+def _table(family: str, frame: pd.DataFrame, rows: Any, dims: Mapping[str, Any], op: Any = "", software: Any = None) -> Measurements:
+    """Rows of a frame (`rows` are their positions) with dims as arrays over these rows or single numbers."""
+    part = frame.iloc[rows]
+    spelled = _text(part, "system" if "system" in part.columns else "device" if "device" in part.columns else "gpu")
+    names = {s: device_named(s) or f"?{s}" for s in set(spelled.tolist())}
+    if software is None:
+        software = [" ".join(filter(None, x)) for x in zip(*(_text(part, c) for c in ("fw", "fw_version", "kernel_source")), strict=True)]
+    count = len(part)
+    return Measurements(
+        family=family,
+        op=np.full(count, op, dtype=object) if isinstance(op, str) else np.asarray(op, dtype=object),
+        device=np.array([names[s] for s in spelled.tolist()], dtype=object),
+        dtype=_text(part, "dtype" if "dtype" in part.columns else "attn_dtype", "float32"),
+        software=np.asarray(software, dtype=object) if not isinstance(software, str) else np.full(count, software, dtype=object),
+        source=_text(part, "source"),
+        split=_text(part, "split"),
+        dims={k: np.broadcast_to(np.asarray(v, dtype=np.float64), (count,)).copy() for k, v in dims.items()},
+        latency_s=_latency(part),
+        row=np.asarray(rows, dtype=np.float64),
+    )
+
+
+# --- matrix products: system dtype m n k ------------------------------------------------------------------------------
+_PRODUCTS = {
+    "bfloat16": "gemm16", "float16": "gemm16", "fp16": "gemm16", "half": "gemm16", "fp8": "gemm8", "nvfp4": "gemm4",
+    "float32": "gemm32",
+}  # fmt: skip
+
+
+def _read_products(frame: pd.DataFrame) -> Iterable[Measurements]:
+    dtype = _text(frame, "dtype")
+    family = np.array([_PRODUCTS.get(d, "") for d in dtype.tolist()], dtype=object)
+    for name in dict.fromkeys(f for f in family.tolist() if f):
+        rows = np.flatnonzero(family == name)
+        part = frame.iloc[rows]
+        in_bytes = np.array([_BYTES[d] for d in dtype[rows].tolist()])
+        dims = {"batch": 1.0, **{d: _number(part, d) for d in "mnk"}, "in_bytes": in_bytes, "out_bytes": np.maximum(in_bytes, 2.0)}
+        yield _table(name, frame, rows, dims)
+
+
+# --- attention: batch_size seq_len num_heads (num_kv_heads) head_dim (window_size) ------------------------------------
+_SLOW_KERNELS = ("triton", "torch_flow")
+
+
+def _read_attention(frame: pd.DataFrame) -> Iterable[Measurements]:
+    dtype = _text(frame, "attn_dtype", "bfloat16")
+    rows = np.flatnonzero(np.isin(dtype, ["bfloat16", "float16", "fp16"]))
+    if not len(rows):
+        return
+    part = frame.iloc[rows]
+    causal = "num_kv_heads" in frame.columns
+    heads = _number(part, "num_heads")
+    dims = {
+        "batch": _number(part, "batch_size"), "seq": _number(part, "seq_len"), "heads": heads,
+        "kv_heads": _number(part, "num_kv_heads") if causal else heads, "head_dim": _number(part, "head_dim"),
+        "window": _number(part, "window_size", 0.0), "causal": float(causal), "in_bytes": 2.0, "out_bytes": 2.0,
+    }  # fmt: skip
+    yield _table("attention16", frame, rows, dims)
+
+
+# --- NeuSight: op B M N K H -------------------------------------------------------------------------------------------
+_ELEMENTWISE = {
+    "add": ("add", 3), "mul": ("mul", 3), "div": ("div", 3), "pow": ("pow", 3), "addu": ("add_scalar", 2),
+    "mulu": ("mul_scalar", 2), "divu": ("div_scalar", 2), "powu": ("pow_scalar", 2), "relu": ("relu", 2),
+    "gelu": ("gelu", 2), "tanh": ("tanh", 2), "softmax": ("softmax", 2), "ln": ("layer_norm", 2),
+}  # fmt: skip
+
+
+def _read_neusight(frame: pd.DataFrame) -> Iterable[Measurements]:
+    op = _text(frame, "op")
+    software = "torch " + _text(frame, "torch") + " cuda " + _text(frame, "cuda")
+    for name, family in (("linear", "gemm32"), ("bmm", "bgemm32")):
+        rows = np.flatnonzero(op == name)
+        if len(rows):
+            part = frame.iloc[rows]
+            batch, m = _number(part, "B"), _number(part, "M")
+            sizes = (1.0, batch * m) if name == "linear" else (batch, m)
+            dims = {"batch": sizes[0], "m": sizes[1], "n": _number(part, "N"), "k": _number(part, "K"), "in_bytes": 4.0, "out_bytes": 4.0}
+            yield _table(family, frame, rows, dims, name, software[rows])
+    rows = np.flatnonzero(np.isin(op, list(_ELEMENTWISE)))
+    if len(rows):
+        part = frame.iloc[rows]
+        batch, width = _number(part, "B"), _number(part, "H")
+        passes = np.array([_ELEMENTWISE[o][1] for o in op[rows].tolist()], dtype=np.float64)
+        reduces = np.isin(op[rows], ["softmax", "ln"]).astype(np.float64)
+        dims = {"bytes": passes * 4.0 * batch * width, "rows": batch, "element_bytes": 4.0, "reduces": reduces}
+        yield _table("memory", frame, rows, dims, [_ELEMENTWISE[o][0] for o in op[rows].tolist()], software[rows])
+
+
+# --- NeuSight convolutions ----------------------------------------------------------------------------------------------
+def _read_convolutions(frame: pd.DataFrame) -> Iterable[Measurements]:
+    rows = np.arange(len(frame))
+    kernel, stride, channels = (_number(frame, c) for c in ("kernel_size", "stride", "in_channels"))
+    side = np.floor((_number(frame, "input_size") + 2 * _number(frame, "padding") - kernel) / stride) + 1
+    dims = {
+        "batch": 1.0, "m": _number(frame, "batch") * side**2, "n": _number(frame, "out_channels"),
+        "k": channels * kernel**2, "in_bytes": 4.0, "out_bytes": 4.0, "kernel": kernel, "stride": stride,
+        "channels": channels,
+    }  # fmt: skip
+    yield _table("conv32", frame, rows, dims, "conv2d", "torch")
+
+
+# --- Vidur: op num_tokens tp n_embd n_ffn … m n k median_ms ---------------------------------------------------------------
+def _read_vidur(frame: pd.DataFrame) -> Iterable[Measurements]:
+    op = _text(frame, "op")
+    products = np.flatnonzero(~np.isnan(_number(frame, "k")))
+    if len(products):
+        part = frame.iloc[products]
+        dims = {"batch": 1.0, **{d: _number(part, d) for d in "mnk"}, "in_bytes": 2.0, "out_bytes": 2.0}
+        yield _table("gemm16", frame, products, dims, "", "vidur")
+    tokens, tp = _number(frame, "num_tokens"), _number(frame, "tp")
+    hidden, inner = _number(frame, "n_embd"), _number(frame, "n_ffn")
+    heads = hidden * (_number(frame, "n_head") + _number(frame, "n_kv_head")) / _number(frame, "n_head") / tp
+    gated = _text(frame, "gated") == "True"
+    sizes = {  # elements moved per token
+        "add": ("residual_add", 3 * hidden), "attn_rope": ("rope", 2 * heads), "emb": ("embedding", 2 * hidden),
+        "input_layernorm": ("rms_norm", 2 * hidden), "post_attention_layernorm": ("rms_norm", 2 * hidden),
+        "mlp_act": ("gated_activation", np.where(gated, 3, 2) * inner / tp),
+    }  # fmt: skip
+    for name, (as_op, elements) in sizes.items():
+        rows = np.flatnonzero(op == name)
+        if len(rows):
+            dims = {
+                "bytes": 2.0 * (tokens * elements)[rows], "rows": tokens[rows], "element_bytes": 2.0,
+                "reduces": float(as_op == "rms_norm"),
+            }  # fmt: skip
+            yield _table("memory", frame, rows, dims, as_op, "vidur")
+
+
+def _ops(*names: str) -> Callable[[pd.DataFrame], bool]:
+    return lambda frame: bool(np.isin(_text(frame, "op"), names).any())
+
+
+KINDS = (
+    Kind(name="products", columns=frozenset({"m", "n", "k", "dtype", "system", "latency_ms"}), read=_read_products),
+    Kind(name="attention", columns=frozenset({"batch_size", "seq_len", "num_heads", "head_dim"}), read=_read_attention),
+    Kind(name="convolutions", columns=frozenset({"in_channels", "out_channels", "kernel_size", "input_size", "batch"}), read=_read_convolutions),
+    Kind(name="neusight", columns=frozenset({"op", "B", "H", "latency_ms"}), read=_read_neusight, accepts=_ops("linear", "bmm", *_ELEMENTWISE)),
+    Kind(name="vidur", columns=frozenset({"op", "num_tokens", "n_embd", "n_ffn", "tp"}), read=_read_vidur),
+)
+_ = UnknownNameError

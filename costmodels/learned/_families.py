@@ -1,0 +1,176 @@
+"""Families of kernels that models are learned for: what their dims mean, how they are computed, what the residual sees.
+
+    gemm16, gemm8, gemm4, gemm32, bgemm32   batch, m, n, k, in_bytes, out_bytes       (batch,) m×k times k×n
+    conv32         as gemm32 (implicit product), and kernel, stride, channels
+    attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, in_bytes, out_bytes
+    memory         bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+
+from simpart.costmodels.learned._attention import (
+    ATTENTION_CONSTANTS,
+    attention_bound_s,
+    attention_features,
+    attention_seconds,
+)
+from simpart.costmodels.learned._memory import MEMORY_OPS, memory_constants, memory_features, memory_seconds
+from simpart.costmodels.learned._sheet import Sheet
+from simpart.costmodels.learned._tile import TILE_CONSTANTS, product_bound_s, product_features, tile_seconds
+
+__all__ = ["FAMILY_MODELS", "REGIMES", "Family", "Rows", "op_codes", "regime_of"]
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Dims = Mapping[str, Floats]
+
+REGIMES = ("launch", "memory", "compute")
+_LAUNCH_S = 5e-6  # below this roofline time a kernel's start and end decide
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """Kernels of one family on devices: `op` indexes MEMORY_OPS (0 where there are none), `sheet` per row or for all."""
+
+    op: Ints
+    dims: Dims
+    sheet: Sheet
+
+    def __len__(self) -> int:
+        return len(self.op)
+
+
+Analytic = Callable[[Floats, Rows], Floats]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """How one family is computed. `variants` of the analytic form are fitted apart and averaged (in logs), which takes
+    out luck of a fit; constant 0 is always the latency of the smallest kernel. `smallest` are the dims of such a one.
+    """
+
+    name: str
+    dtype: str
+    dims: tuple[str, ...]
+    constants: Mapping[str, tuple[float, float]]
+    variants: tuple[Analytic, ...]
+    bound_s: Callable[[Rows], Floats]
+    arithmetic_s: Callable[[Rows], Floats]
+    features: Callable[[Rows, Floats], list[Floats]]
+    smallest: Mapping[str, float]
+    weights: bool = True
+
+
+def regime_of(family: Family, rows: Rows) -> Ints:
+    """Index into REGIMES of what decides each row by its roofline."""
+    bound, arithmetic = family.bound_s(rows), family.arithmetic_s(rows)
+    found: Ints = np.where(bound < _LAUNCH_S, 0, np.where(arithmetic < bound, 1, 2)).astype(np.int64)
+    return found
+
+
+def op_codes(op: np.ndarray[tuple[int], np.dtype[np.object_]]) -> Ints:
+    """Position of each op in MEMORY_OPS, 0 for others."""
+    place = {name: i for i, name in enumerate(MEMORY_OPS)}
+    return np.array([place.get(name, 0) for name in op], dtype=np.int64)
+
+
+_PRODUCT = ("batch", "m", "n", "k", "in_bytes", "out_bytes")
+
+
+def _tiles(constants: Floats, rows: Rows, *, by_clock: bool) -> Floats:
+    return tile_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock)
+
+
+def _product(name: str, dtype: str, in_bytes: float, out_bytes: float, **change: tuple[float, float]) -> Family:
+    return Family(
+        name=name,
+        dtype=dtype,
+        dims=_PRODUCT,
+        constants={**TILE_CONSTANTS, **change},
+        variants=(partial(_tiles, by_clock=True), partial(_tiles, by_clock=False)),
+        bound_s=lambda rows: product_bound_s(rows.dims, rows.sheet),
+        arithmetic_s=lambda rows: 2.0 * rows.dims["batch"] * rows.dims["m"] * rows.dims["n"] * rows.dims["k"] / rows.sheet.peak,
+        features=lambda rows, analytic: product_features(rows.dims, rows.sheet, analytic),
+        smallest={"batch": 1, "m": 1, "n": 64, "k": 64, "in_bytes": in_bytes, "out_bytes": out_bytes},
+    )
+
+
+def _convolution_features(rows: Rows, analytic: Floats) -> list[Floats]:
+    dims = rows.dims
+    found = product_features(dims, rows.sheet, analytic)
+    found += [dims["kernel"], dims["stride"], dims["channels"] % 4, np.log(dims["channels"])]
+    return [*found, np.log(dims["k"] / dims["channels"] / dims["kernel"] ** 2 + 1.0)]
+
+
+def _convolution() -> Family:
+    product = _product("conv32", "float32", 4, 4)
+    return Family(
+        name="conv32",
+        dtype="float32",
+        dims=(*_PRODUCT, "kernel", "stride", "channels"),
+        constants=product.constants,
+        variants=product.variants,
+        bound_s=lambda rows: product.arithmetic_s(rows) / _WINOGRAD,
+        arithmetic_s=product.arithmetic_s,
+        features=_convolution_features,
+        smallest={**product.smallest, "kernel": 1, "stride": 1, "channels": 64},
+    )
+
+
+_WINOGRAD = 2.25  # multiplications that F(2×2, 3×3) saves (Lavin & Gray 2016): below the direct count is possible
+
+
+def _attention() -> Family:
+    return Family(
+        name="attention16",
+        dtype="bfloat16",
+        dims=("batch", "seq", "heads", "kv_heads", "head_dim", "window", "causal", "in_bytes", "out_bytes"),
+        constants=ATTENTION_CONSTANTS,
+        variants=(lambda constants, rows: attention_seconds(constants, rows.dims, rows.sheet),),
+        bound_s=lambda rows: attention_bound_s(rows.dims, rows.sheet),
+        arithmetic_s=lambda rows: attention_bound_s(
+            rows.dims, Sheet(**{**_numbers(rows.sheet), "bandwidth": np.array([np.inf])})
+        ),
+        features=lambda rows, analytic: attention_features(rows.dims, rows.sheet, analytic),
+        smallest={"batch": 1, "seq": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "window": 0, "causal": 1,
+                  "in_bytes": 2, "out_bytes": 2},
+    )  # fmt: skip
+
+
+def _numbers(sheet: Sheet) -> dict[str, Floats]:
+    return {name: getattr(sheet, name) for name in Sheet.__dataclass_fields__}
+
+
+def _memory() -> Family:
+    return Family(
+        name="memory",
+        dtype="float32",
+        dims=("bytes", "rows", "element_bytes", "reduces"),
+        constants=memory_constants(),
+        variants=(lambda constants, rows: memory_seconds(constants, rows.op, rows.dims, rows.sheet),),
+        bound_s=lambda rows: rows.dims["bytes"] / rows.sheet.bandwidth,
+        arithmetic_s=lambda rows: np.zeros(len(rows)),
+        features=lambda rows, analytic: memory_features(rows.op, rows.dims, rows.sheet, analytic),
+        smallest={"bytes": 1024, "rows": 1, "element_bytes": 4, "reduces": 0},
+    )
+
+
+FAMILY_MODELS: Mapping[str, Family] = {
+    family.name: family
+    for family in (
+        _product("gemm16", "bfloat16", 2, 2),
+        _product("gemm8", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
+        _product("gemm4", "float4", 0.5625, 2, floor_s=(4.0e-6, 0.3)),
+        _product("gemm32", "float32", 4, 4),
+        _product("bgemm32", "float32", 4, 4),
+        _convolution(),
+        _attention(),
+        _memory(),
+    )
+}

@@ -1,0 +1,59 @@
+"""Kernels that mostly move memory: a floor and bytes at a share of the bandwidth that each op has for its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from simpart.costmodels.learned._sheet import Sheet
+
+__all__ = ["MEMORY_OPS", "memory_constants", "memory_features", "memory_seconds"]
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Dims = Mapping[str, Floats]
+
+# op: centre of the share of the bandwidth that it reaches. `bytes` counts what must move.
+MEMORY_OPS: Mapping[str, float] = {
+    "add": 0.85, "add_scalar": 0.85, "mul": 0.85, "mul_scalar": 0.85, "div": 0.85, "div_scalar": 0.85, "pow": 0.8,
+    "pow_scalar": 0.85, "relu": 0.85, "gelu": 0.8, "tanh": 0.8, "softmax": 0.6, "layer_norm": 0.6,
+    "rms_norm": 0.4, "gated_activation": 0.6, "rope": 0.6, "residual_add": 0.85, "embedding": 0.6,
+}  # fmt: skip
+_OP_SPREAD = 0.35
+REFERENCE_HZ = 1.8e9
+
+
+def memory_constants() -> dict[str, tuple[float, float]]:
+    """name: (centre, log-sd of the prior); the shares of all ops come last, in the order of MEMORY_OPS."""
+    return {
+        "floor_s": (2.5e-6, 0.4),  # of the smallest kernel, at REFERENCE_HZ
+        "power": (2.5, 0.4),  # how sharply the slower of floor and traffic decides
+        "row_s": (0.6e-6, 0.6),  # a wave of rows in kernels that reduce over one
+        "share": (1.0, 0.15),  # common to all ops
+        **{op: (share, _OP_SPREAD) for op, share in MEMORY_OPS.items()},
+    }
+
+
+def memory_seconds(constants: Floats, op: Ints, dims: Dims, sheet: Sheet) -> Floats:
+    """Seconds of each kernel; `op` indexes MEMORY_OPS. A row of few bytes leaves its multiprocessor waiting."""
+    floor, power, row_s, share = np.exp(constants[:4])
+    reached = share * np.exp(constants[4:])[op]
+    clocks = REFERENCE_HZ / sheet.clock_hz
+    traffic = dims["bytes"] / (sheet.bandwidth * reached)
+    waves = np.ceil(dims["rows"] / (16.0 * sheet.multiprocessors))
+    reduced = np.where(dims["reduces"] > 0, waves * row_s * clocks, 0.0)
+    moving = np.maximum(traffic, reduced)
+    least = floor * clocks
+    most = np.maximum(moving, least)
+    found: Floats = most * ((least / most) ** power + (moving / most) ** power) ** (1.0 / power)
+    return found
+
+
+def memory_features(op: Ints, dims: Dims, sheet: Sheet, analytic: Floats) -> list[Floats]:
+    """What the residual sees: the op, size against L2, rows and their width."""
+    traffic = dims["bytes"] / sheet.bandwidth
+    width = dims["bytes"] / dims["rows"]
+    found = [op.astype(np.float64), np.log(traffic), np.log(dims["bytes"] / sheet.l2_bytes), np.log(dims["rows"])]
+    found += [np.log(width), np.log(dims["rows"] / sheet.multiprocessors), dims["element_bytes"], dims["reduces"]]
+    return [*found, np.log(analytic), np.log(analytic / traffic)]

@@ -1,0 +1,177 @@
+"""A fitted family: analytic core, residual trees, and how far both are to be trusted on a device.
+
+    seconds = analytic(constants, shape, data sheet) · exp(weight · residual)
+
+Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; on a `new` one
+half of the residual counts, since it half carries over; a `far` one (peak or bandwidth FAR times beyond the trained
+range) gets the analytic core alone. Two models trained on one device only never use a residual elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from simpart.costmodels.learned._boost import Boost
+from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, regime_of
+from simpart.costmodels.learned._sheet import Sheet, distance
+
+__all__ = ["STATUSES", "FamilyModel", "Prediction", "Spreads"]
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+STATUSES = ("seen", "sibling", "new", "far")
+SIBLING = 0.5
+FAR = 2.5
+_STACKED = 10e9  # bytes/s per multiprocessor from which memory is stacked on the chip (HBM)
+_LEAST_FLOOR = 0.3  # of a measured floor that is not the work of the smallest kernel itself
+
+Spreads = Mapping[str, Mapping[str, tuple[float, float]]]
+"""Status → regime → (shared, own) log-sd."""
+
+_PRIOR_SPREADS: Spreads = {
+    "seen": dict.fromkeys(REGIMES, (0.04, 0.08)),
+    "sibling": dict.fromkeys(REGIMES, (0.10, 0.10)),
+    "new": dict.fromkeys(REGIMES, (0.20, 0.15)),
+    "far": dict.fromkeys(REGIMES, (0.30, 0.20)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """Log seconds of each row, log-sds, the status of the device, and which rows lie inside the trained sizes."""
+
+    log_seconds: Floats
+    shared: Floats
+    own: Floats
+    status: str
+    inside: np.ndarray[tuple[int], np.dtype[np.bool_]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyModel:
+    """What `train` learns about one family. `domain` is (least, most) of each dim; `sheets` those of trained devices."""
+
+    family: str
+    constants: tuple[Floats, ...]
+    boost: Boost | None
+    sheets: Mapping[str, Sheet]
+    domain: Mapping[str, tuple[float, float]]
+    ops: tuple[str, ...] = ()
+    spreads: Spreads = field(default_factory=lambda: _PRIOR_SPREADS)
+    facts: Mapping[str, object] = field(default_factory=dict)
+
+    def status(self, device: str, sheet: Sheet) -> str:
+        """How the device stands to the trained ones."""
+        if device in self.sheets:
+            return "seen"
+        near = self.nearest(sheet)
+        if distance(self.sheets[near], sheet) < SIBLING:
+            return "sibling"
+        for name in ("peak", "bandwidth"):
+            known = [getattr(s, name)[0] for s in self.sheets.values()]
+            if not min(known) / FAR <= getattr(sheet, name)[0] <= max(known) * FAR:
+                return "far"
+        return "new"
+
+    def nearest(self, sheet: Sheet) -> str:
+        """The trained device whose data sheet is most alike."""
+        return min(self.sheets, key=lambda name: distance(self.sheets[name], sheet))
+
+    def analytic(self, rows: Rows, floor_s: float | None = None) -> Floats:
+        """Log seconds by the analytic core, never below the roofline; `floor_s` is the device's measured floor."""
+        family = FAMILY_MODELS[self.family]
+        logs = []
+        for variant, constants in zip(family.variants, self.constants, strict=True):
+            at = constants if floor_s is None else _with_floor(family, variant, constants, rows.sheet, floor_s)
+            logs.append(np.log(variant(at, rows)))
+        found: Floats = np.maximum(np.mean(logs, axis=0), np.log(family.bound_s(rows)))
+        return found
+
+    def residual(self, rows: Rows, analytic: Floats, like: Sheet | None = None) -> Floats:
+        """What the trees add to the analytic log seconds, as on a device with the descriptors of `like`."""
+        if self.boost is None:
+            return np.zeros(len(rows))
+        return self.boost.predict(columns_of(FAMILY_MODELS[self.family], rows, analytic, like or rows.sheet))
+
+    def predict(self, rows: Rows, device: str) -> Prediction:
+        """Rows of one device, whose sheet has one entry."""
+        family, sheet = FAMILY_MODELS[self.family], rows.sheet
+        status = self.status(device, sheet)
+        floor = float(sheet.floor_s[0])
+        analytic = self.analytic(rows, floor if status != "seen" and np.isfinite(floor) else None)
+        if status == "seen":
+            logs = analytic + self.residual(rows, analytic)
+        elif status == "sibling":
+            like = self.sheets[self.nearest(sheet)]
+            logs = analytic + 0.5 * (self.residual(rows, analytic) + self.residual(rows, analytic, like))
+        elif status == "far":
+            logs = analytic
+        elif _one_kind(self.sheets):
+            logs = self._from_one_kind(rows, analytic)
+        else:
+            logs = analytic + 0.5 * self.residual(rows, analytic)
+        logs = np.maximum(logs, np.log(family.bound_s(rows)))
+        inside = np.ones(len(rows), dtype=bool)
+        for name, (low, high) in self.domain.items():
+            inside &= (rows.dims[name] >= 0.99 * low) & (rows.dims[name] <= 1.01 * high)
+        shared, own = self._spread(status, regime_of(family, rows))
+        widened = np.where(inside, 1.0, 1.5)
+        return Prediction(log_seconds=logs, shared=shared, own=own * widened, status=status, inside=inside)
+
+    def _from_one_kind(self, rows: Rows, analytic: Floats) -> Floats:
+        """Trained on one kind of device: mean (in logs) of the core and of that device scaled by the roofline, since
+        one errs high where the other errs low; the core alone unless both have stacked memory."""
+        family, near = FAMILY_MODELS[self.family], self.sheets[self.nearest(rows.sheet)]
+        if not (_stacked(near) and _stacked(rows.sheet)):
+            return analytic
+        there = replace(rows, sheet=near)
+        known = self.analytic(there)
+        known = known + self.residual(there, known)
+        return 0.5 * (analytic + known + np.log(family.bound_s(rows) / family.bound_s(there)))
+
+    def _spread(self, status: str, regime: Ints) -> tuple[Floats, Floats]:
+        table = np.array([self.spreads[status][name] for name in REGIMES], dtype=np.float64)
+        return table[regime, 0], table[regime, 1]
+
+
+def columns_of(family: Family, rows: Rows, analytic: Floats, like: Sheet) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """Features of the residual, one row each: of the work, then of the device."""
+    seconds = np.exp(analytic)
+    device = (
+        np.log(like.multiprocessors), np.log(like.clock_hz), np.log(like.peak / like.bandwidth),
+        np.log(like.l2_bytes / like.multiprocessors), np.log(like.peak / like.power_w),
+    )  # fmt: skip
+    work = family.features(rows, seconds)
+    found = np.empty((len(work) + len(device), len(rows)), dtype=np.float32)
+    for place, values in enumerate((*work, *device)):
+        found[place] = values
+    return found
+
+
+def _with_floor(family: Family, variant: object, constants: Floats, sheet: Sheet, floor_s: float) -> Floats:
+    """Constants whose smallest kernel takes `floor_s` on this device."""
+    smallest = Rows(
+        op=np.zeros(1, dtype=np.int64),
+        dims={name: np.array([value], dtype=np.float64) for name, value in family.smallest.items()},
+        sheet=sheet,
+    )
+    assert callable(variant)
+    scale = 1.8e9 / sheet.clock_hz[0]
+    rest = float(variant(constants, smallest)[0]) - float(np.exp(constants[0])) * scale
+    changed = constants.copy()
+    changed[0] = np.log(max(floor_s - rest, _LEAST_FLOOR * floor_s) / scale)
+    return changed
+
+
+def _stacked(sheet: Sheet) -> bool:
+    return bool(sheet.bandwidth[0] / sheet.multiprocessors[0] >= _STACKED)
+
+
+def _one_kind(sheets: Mapping[str, Sheet]) -> bool:
+    """All trained devices are siblings of the first."""
+    first, *others = sheets.values()
+    return all(distance(first, other) < SIBLING for other in others)

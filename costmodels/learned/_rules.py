@@ -1,0 +1,90 @@
+"""Cleaning rules: which measured rows are not believed, and why. Written down before any fit; applied on import.
+
+    unusable        latency missing, zero, negative or not finite; a dim missing or not positive
+    unknown_device  no device file has this spelling
+    beyond_peak     faster than the device's peak rate for the dtype
+    warm_cache      faster than its inputs and outputs move at the full memory bandwidth: they were in L2
+    duplicate       the same measurement twice (device, software, op, dims and latency equal)
+    unit_mistake    a whole (device, software) group lies 300 times or more off its neighbours' median: another unit
+    resolution      shorter than eight steps of the timer of its source (operators timed to 1 µs)
+
+The first rule that applies counts. Rows that break `beyond_peak` or `warm_cache` by less than 2 % stay: clocks differ
+a little from data sheets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
+from simpart.costmodels.learned._measurements import Measurements
+from simpart.costmodels.learned._sheet import Sheet
+
+__all__ = ["RULES", "TIMER_STEP_S", "judge"]
+
+Verdicts = np.ndarray[tuple[int], np.dtype[np.object_]]
+
+RULES = ("unusable", "unknown_device", "beyond_peak", "warm_cache", "duplicate", "unit_mistake", "resolution")
+TIMER_STEP_S: Mapping[str, float] = {"vidur": 1e-6}
+_TOLERANCE = 1.02
+_STEPS = 8
+_UNIT_FACTOR = 300.0
+
+
+def judge(table: Measurements, sheets: Mapping[str, Sheet], rows: Rows | None) -> Verdicts:
+    """The rule that each row breaks, or an empty text. `rows` may be None when no row has a known device."""
+    verdict = np.full(len(table), "", dtype=object)
+
+    def mark(broken: np.ndarray[tuple[int], np.dtype[np.bool_]], rule: str) -> None:
+        verdict[broken & (verdict == "")] = rule
+
+    usable = np.isfinite(table.latency_s) & (table.latency_s > 0)
+    for name, values in table.dims.items():
+        usable &= np.isfinite(values) & (values >= 0 if name in _MAY_BE_ZERO else values > 0)
+    mark(~usable, "unusable")
+    mark(np.array([name not in sheets for name in table.device.tolist()], dtype=bool), "unknown_device")
+    if rows is not None:
+        family = FAMILY_MODELS[table.family]
+        with np.errstate(all="ignore"):
+            mark(family.arithmetic_s(rows) > _TOLERANCE * table.latency_s * _slack(table.family), "beyond_peak")
+            mark(family.bound_s(rows) > _TOLERANCE * table.latency_s, "warm_cache")
+    mark(_repeated(table), "duplicate")
+    mark(_other_unit(table, verdict == ""), "unit_mistake")
+    steps = np.array([TIMER_STEP_S.get(source, 0.0) for source in table.source.tolist()])
+    mark(table.latency_s < _STEPS * steps, "resolution")
+    return verdict
+
+
+_MAY_BE_ZERO = frozenset({"window", "causal", "reduces", "padding"})
+
+
+def _slack(family: str) -> float:
+    """Convolutions may do with fewer multiplications than they count (Winograd)."""
+    return 2.25 if family == "conv32" else 1.0
+
+
+def _repeated(table: Measurements) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    keys = [table.device, table.software, table.op, table.latency_s, *table.dims.values()]
+    combined = np.zeros(len(table), dtype=np.int64)
+    for key in keys:
+        code = np.unique(key, return_inverse=True)[1]
+        combined = np.unique(combined * (int(code.max(initial=0)) + 1) + code, return_inverse=True)[1]
+    first = np.zeros(len(table), dtype=bool)
+    first[np.unique(combined, return_index=True)[1]] = True
+    return ~first
+
+
+def _other_unit(table: Measurements, good: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Groups of (device, software) whose median latency is far off the median of all groups."""
+    broken = np.zeros(len(table), dtype=bool)
+    groups = np.array([f"{d}\n{s}" for d, s in zip(table.device.tolist(), table.software.tolist(), strict=True)], dtype=object)
+    medians = {name: float(np.median(table.latency_s[good & (groups == name)])) for name in set(groups[good].tolist())}
+    if len(medians) < 2:
+        return broken
+    middle = float(np.median(list(medians.values())))
+    for name, value in medians.items():
+        if not 1 / _UNIT_FACTOR < value / middle < _UNIT_FACTOR:
+            broken |= groups == name
+    return broken

@@ -1,0 +1,89 @@
+"""A device's data sheet as the numbers that learned models read, with what is assumed where it states none.
+
+Sustained peak: matrix units run below their data-sheet rate when the board cannot feed the chip. Under a power cap the
+clock falls with the cube root of the power per multiprocessor and hertz (dynamic power grows with f·V², V with f); and
+the best rate anyone reached falls with the peak per watt, by `_PEAK_PER_WATT` on devices of one vendor (the table of
+best matrix products published in stas00/ml-engineering: A100 0.87 and B200 0.78 of their peaks).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from simpart.hardware import Device
+
+__all__ = ["NUMBERS", "Sheet", "distance", "sheet_of", "stack_sheets"]
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+
+_WATT_PER_SM_HZ = 2.6e-9  # what A100 and H100 (SXM) provide: enough to hold the boost clock
+_POWER_SHARE = 1 / 3
+_PEAK_PER_WATT = 0.12
+_TYPICAL_FLOPS_PER_WATT = 1.4e12
+
+# What a field is taken for when a data sheet leaves it out, and how much that widens intervals: (value, log-sd).
+_ASSUMED = {
+    "multiprocessors": (108.0, 0.15),
+    "clock_hz": (1.7e9, 0.10),
+    "l2_bytes": (40 * 2.0**20, 0.08),
+    "power_w": (400.0, 0.06),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sheet:
+    """Numbers of one device, or one entry per row: rates in SI units, `floor_s` NaN where nobody measured it."""
+
+    peak: Floats
+    sustained: Floats
+    vector: Floats
+    bandwidth: Floats
+    multiprocessors: Floats
+    clock_hz: Floats
+    l2_bytes: Floats
+    power_w: Floats
+    floor_s: Floats
+
+    def at(self, rows: slice | Floats) -> Sheet:
+        """Some of the rows."""
+        return Sheet(**{f.name: getattr(self, f.name)[rows] for f in fields(self)})
+
+
+NUMBERS = tuple(f.name for f in fields(Sheet))
+
+
+def sheet_of(device: Device, dtype: str) -> tuple[Sheet, dict[str, str], float]:
+    """The numbers of a device for arithmetic in `dtype`, each an array of one entry; which fields were assumed, with
+    what in words; and the log-sd that this adds."""
+    values = {name: getattr(device, name) for name in _ASSUMED}
+    assumed = {name: f"{_ASSUMED[name][0]:g}" for name, value in values.items() if value is None}
+    found = {name: float(_ASSUMED[name][0] if value is None else value) for name, value in values.items()}
+    widened = float(np.sqrt(sum(_ASSUMED[name][1] ** 2 for name in assumed)))
+    peak, tensor = device.peak(dtype), dtype not in ("float32", "float64")
+    per_sm = found["power_w"] / (found["multiprocessors"] * found["clock_hz"])
+    share = min(1.0, per_sm / _WATT_PER_SM_HZ) ** _POWER_SHARE
+    if tensor:
+        share *= (device.peak("float16") / found["power_w"] / _TYPICAL_FLOPS_PER_WATT) ** -_PEAK_PER_WATT
+    numbers = {
+        "peak": peak,
+        "sustained": peak * share,
+        "vector": device.vector_flops_per_s or device.peak("float32"),
+        "bandwidth": device.memory_bytes_per_s,
+        "floor_s": device.launch_floor_s or np.nan,
+        **found,
+    }
+    return Sheet(**{name: np.array([value], dtype=np.float64) for name, value in numbers.items()}), assumed, widened
+
+
+def stack_sheets(sheets: Sequence[Sheet], index: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Sheet:
+    """One entry per row: that of `sheets[index[row]]`."""
+    return Sheet(**{n: np.concatenate([getattr(s, n) for s in sheets])[index] for n in NUMBERS})
+
+
+def distance(one: Sheet, other: Sheet) -> float:
+    """Euclidean distance of two devices in the logs of peak, bandwidth, multiprocessors, clock and L2."""
+    names = ("peak", "bandwidth", "multiprocessors", "clock_hz", "l2_bytes")
+    return float(np.sqrt(sum(np.log(getattr(one, n)[0] / getattr(other, n)[0]) ** 2 for n in names)))
