@@ -30,6 +30,9 @@ from simpart.placement import (
 )
 from simpart.plan import OpSet, Plan, kernel_ids
 from simpart.plan_format import PlanFile, load_plan, plan_from_json, plan_to_json, save_plan
+from simpart.problem import Problem
+from simpart.registry import default_costs
+from simpart.simulation import simulate_plan
 from simpart.sizes import size_at, size_from_json
 from simpart.training import TrainingSpec
 from tests.sharding_rule import Conversion, conversions, running_order, strategies_of
@@ -43,10 +46,15 @@ from tests.vocabulary import (
     document,
     graph_of,
     megatron,
+    mixed,
+    rannc,
     relayed_or_sent,
     renewed,
     rests,
+    selective,
     tofu,
+    towers,
+    unet,
 )  # fmt: skip
 
 R = Replicate()
@@ -94,6 +102,28 @@ def test_its_words_name_every_stage_and_stay_short(example: Example) -> None:
         assert any(line.startswith(f"  stage {s}: ") for line in lines)
     assert len(lines) < 60
     assert max(map(len, lines)) < 170
+
+
+@pytest.mark.parametrize(
+    "example", [e for e in EXAMPLES if e.build in (rannc, towers, unet, mixed, selective)], ids=lambda e: e.name
+)
+def test_plans_without_shardings_are_simulated(example: Example) -> None:
+    cluster, plan = load_cluster(example.cluster), example.plan
+
+    def step_s(plan: Plan) -> float:
+        problem = Problem(
+            graph=example.graph,
+            training=TrainingSpec(),
+            cluster=cluster,
+            costs=default_costs(cluster, profiles=False),
+            global_batch=plan.global_batch,
+        )
+        found = simulate_plan(problem, plan)
+        assert found.feasible
+        return found.step_s
+
+    twice = replace(plan, batch=replace(plan.batch, micro_batches=2 * plan.batch.micro_batches))
+    assert 0 < step_s(plan) < step_s(twice)
 
 
 def test_the_document_shows_the_plans_as_they_are(root: Path) -> None:

@@ -136,6 +136,7 @@ def megatron(graph: Graph, *, sequence_parallel: bool = True) -> Plan:
         schedule=Schedule(kind="interleaved-1f1b", parameters=(("virtual_stages", 2),)),
         shardings=(("tensor", sharding_of(graph, {"tp": strategies})),),
         state=at_rest("tp", TENSOR_PARALLEL),
+        mode="compiled",
     )
 
 
@@ -226,7 +227,6 @@ def selective(graph: Graph) -> Plan:
             Stage(ops=run(first_of(1), LOSS), group=1, recompute=(run(core[2], core[3]),)),
         ),
         batch=Batch(micro_batches=4, sizes=((2, 2), (2, 2))),
-        mode="compiled",
     )
 
 
