@@ -18,7 +18,7 @@ from simpart.hardware import load_cluster
 from simpart.model_spec import load_graph_or_model
 from simpart.plan_format import PlanFile, save_plan
 from simpart.problem import Problem, Space
-from simpart.registry import default_costs, load_searcher, local_profiler
+from simpart.registry import default_costs, load_searcher, local_profiler, runner
 from simpart.searching import search
 from simpart.simulation import SimResult, simulate_plan
 from simpart.timeline import timeline
@@ -46,7 +46,7 @@ def main() -> None:
 
 def demo(model: str, folder: Path) -> None:
     """Print what happens; leave plan, traces and profiles in `folder`."""
-    from simpart.validate import validate
+    validate = runner()
 
     folder.mkdir(parents=True, exist_ok=True)
     store, plan_path = folder / "profiles", folder / "plan.json"
@@ -66,10 +66,10 @@ def demo(model: str, folder: Path) -> None:
         f"profile    $ simpart profile ops {model} --store {store}\n"
         f"           $ simpart profile links --cluster local:2 --store {store}",
     )
-    profile_ops, profile_links = local_profiler()
-    done = profile_ops(graph, MICRO_BATCHES, processes=2, store=store, budget_s=75.0, training=training)
+    profile_ops, profile_links = local_profiler(store)
+    done = profile_ops(graph, MICRO_BATCHES, processes=2, budget_s=75.0, training=training)
     print(f"  {done.measured} kernels measured with 2 busy processes, {done.found} known, {done.left} not measured")
-    points = profile_links(2, store=store)
+    points = profile_links(2)
     print(f"  {points.measured} link sizes measured over gloo, {points.found} known")
 
     say(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from simpart.cost import Costs
 from simpart.errors import UnknownNameError
 from simpart.hardware import Cluster
 
-__all__ = ["SEARCHERS", "default_costs", "load_searcher", "local_profiler", "searcher_names"]
+__all__ = ["SEARCHERS", "default_costs", "load_searcher", "local_profiler", "runner", "searcher_names"]
 
 SEARCHERS = {"rannc": "simpart.searchers.rannc:Rannc"}
 """Name of a searcher → `module:class`; the class is called without arguments."""
@@ -38,8 +39,17 @@ def default_costs(cluster: Cluster, *, store: Path | None = None, profiles: bool
     return costs
 
 
-def local_profiler() -> tuple[Any, Any]:
-    """(profile_graph_ops, profile_links) of `simpart.hardware_profiles`, which measure this machine."""
+def local_profiler(folder: Path | None = None) -> tuple[Any, Any]:
+    """(profile_graph_ops, profile_links) of `simpart.hardware_profiles`, which measure this machine into the store in
+    `folder` (default: the user's data folder)."""
     package = "simpart.hardware_profiles"
-    ops, links = (importlib.import_module(f"{package}.{name}") for name in ("_profile_ops", "_profile_links"))
-    return ops.profile_graph_ops, links.profile_links
+    ops, links, store = (
+        importlib.import_module(f"{package}.{name}") for name in ("_profile_ops", "_profile_links", "_store")
+    )
+    opened = store.Store.at(folder)
+    return partial(ops.profile_graph_ops, store=opened), partial(links.profile_links, store=opened)
+
+
+def runner() -> Any:
+    """`simpart.validate.validate`, which runs a plan on real processes."""
+    return importlib.import_module("simpart.validate").validate
