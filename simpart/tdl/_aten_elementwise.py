@@ -54,12 +54,13 @@ _POINTWISE = """
     pow square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p abs sign sgn sin cos tan asin acos atan atan2 sinh
     cosh tanh sigmoid erf erfc erfinv reciprocal ceil floor round trunc frac clamp clamp_min clamp_max minimum
     maximum eq ne lt le gt ge logical_and logical_or logical_not logical_xor bitwise_and bitwise_or bitwise_not
-    bitwise_xor isnan isinf isfinite relu relu6 gelu silu mish elu celu selu leaky_relu hardtanh hardswish
-    hardsigmoid softplus softsign threshold remainder fmod floor_divide ones_like full_like empty_like rand_like
-    randn_like fill hypot nan_to_num xlogy bernoulli bucketize log_sigmoid_forward logit fmax fmin heaviside
+    bitwise_xor isnan isinf isfinite relu gelu silu mish elu celu selu leaky_relu hardtanh hardswish
+    hardsigmoid softplus threshold remainder fmod floor_divide ones_like full_like empty_like rand_like
+    randn_like fill hypot nan_to_num xlogy bernoulli  logit fmax fmin heaviside
     copysign sinc __and__ __or__ __xor__ bitwise_left_shift
 """
 describe(*(f"aten.{name}" for name in _POINTWISE.split()))(pointwise)
+describe("aten.bucketize")(lambda x, edges, **_: lambda *i: opaque(x[i], edges[:]))
 describe("aten.native_dropout")(lambda x, *_: (lambda *i: hidden(x[i]), lambda *i: hidden(x[i])))
 
 _GRADIENTS = """
@@ -73,11 +74,6 @@ _GRADIENTS = """
 def pointwise_backward(dy: Tensor, *rest: Any, **named: Any) -> Any:
     """The gradient times some function of what the forward saw."""
     return lambda *i: dy.aligned(i) * hidden(*(t.aligned(i) for t in tensors(*rest, **named)))
-
-
-@describe("aten.log_sigmoid_backward")
-def log_sigmoid_backward(dy: Tensor, x: Tensor, buffer: Tensor) -> Any:
-    return lambda *i: dy[i] * hidden(x[i])
 
 
 # --- linear ones -----------------------------------------------------------------------------------------------------

@@ -171,11 +171,17 @@ def attention_backward(
     attn_mask: Tensor | None = None, **_: Any,
 ) -> Any:  # fmt: skip
     share = q.shape[1] // k.shape[1]
-    masked = [] if attn_mask is None else [attn_mask[tuple([0 if n == 1 else ALL for n in attn_mask.shape])]]
+
+    def masked(*lead: Index) -> list[Access]:
+        if attn_mask is None:
+            return []
+        rank = attn_mask.rank
+        wanted = (*lead, ALL, ALL)[4 - rank :]
+        return [attn_mask[tuple(0 if n == 1 else i for n, i in zip(attn_mask.shape, wanted, strict=True))]]
 
     def gradient(b: Index, h: Index, kv: Index) -> Opaque:
         known = [q[b, h, :, :], k[b, kv, :, :], v[b, kv, :, :], out[b, h, :, :], lse[b, h, :]]
-        return opaque(*known, *masked, linear=[dout[b, h, :, :]])
+        return opaque(*known, *masked(b, h), linear=[dout[b, h, :, :]])
 
     def dq(b: Index, h: Index, s: Index, d: Index) -> Expression:
         return gradient(b, h, h // share)[s, d]

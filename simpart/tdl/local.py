@@ -57,13 +57,14 @@ def local_call(call: Call, split: Split, members: int, part: int = 0, *, masked:
             for k, placement in enumerate(placements):
                 if isinstance(placement, Shard):
                     shapes[k] = _with(shapes[k], placement.dim, shapes[k][placement.dim] + 1)
-    arguments = call.arguments
+    arguments, target = call.arguments, call.target
     rule = _RULES.get(base_name(call.target))
     if rule is not None and arguments:
         content = json.loads(arguments)
-        rule(_Local(call, split, content["positional"], content["named"], inputs, outputs))
-        arguments = dump_json(content)
-    return Call(call.target, tuple(inputs), tuple(outputs), arguments, call.dtypes)
+        local = _Local(call, split, content["positional"], content["named"], inputs, outputs)
+        rule(local)
+        arguments, target = dump_json(content), local.target
+    return Call(target, tuple(inputs), tuple(outputs), arguments, call.dtypes)
 
 
 class _Local:
@@ -79,7 +80,7 @@ class _Local:
         outputs: list[Shape],
     ) -> None:
         self.call, self.split, self.positional, self.named = call, split, positional, named
-        self.inputs, self.outputs = inputs, outputs
+        self.inputs, self.outputs, self.target = inputs, outputs, call.target
 
     def shape(self, number: int) -> Shape:
         """Local shape of the tensor at a positional argument."""
@@ -97,6 +98,21 @@ def _output_size(at: int) -> Callable[[_Local], None]:
             local.positional[at] = list(local.outputs[0])
 
     return rule
+
+
+def _first_list(local: _Local) -> None:
+    """The only list among the arguments is the output's shape."""
+    for k, item in enumerate(local.positional):
+        if isinstance(item, list):
+            local.positional[k] = list(local.outputs[0])
+
+
+def _squeeze(local: _Local) -> None:
+    """Names the dims: a cut one may be of size one on a member."""
+    if local.call.target == "aten.squeeze.default":
+        before = local.call.inputs[0]
+        local.target = "aten.squeeze.dims"
+        local.positional.append([d for d, size in enumerate(before) if size == 1])
 
 
 def _slice(local: _Local) -> None:
@@ -177,13 +193,17 @@ def _embedding_rows(local: _Local) -> None:
 _RULES: dict[str, Callable[[_Local], None]] = {
     **dict.fromkeys(("view", "_unsafe_view", "reshape", "expand", "broadcast_to", "_reshape_alias"), _output_size(1)),
     **dict.fromkeys(("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided"), _output_size(1)),
-    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "empty_strided"), _output_size(0)),
+    **dict.fromkeys(("zeros", "ones", "full", "empty", "rand", "randn", "randint", "empty_strided"), _first_list),
     **dict.fromkeys(("slice", "narrow"), _slice),
     "slice_backward": _slice_backward,
     "select_backward": _output_size(1),
     "unfold_backward": _output_size(1),
     **dict.fromkeys(("split", "split_with_sizes", "unsafe_split", "split_with_sizes_copy"), _split),
     "repeat": _repeat,
+    "squeeze": _squeeze,
+    **dict.fromkeys(
+        ("upsample_nearest2d_backward", "upsample_bilinear2d_backward", "upsample_bicubic2d_backward"), _output_size(2)
+    ),
     **dict.fromkeys(("convolution", "_convolution"), _convolution),
     "convolution_backward": _convolution_backward,
     "native_group_norm": _group_norm,

@@ -163,6 +163,10 @@ def trace(function: Callable[..., Any], call: Call) -> Description:
         return Description(call, tensors, tuple(outputs))
     except DescriptionError as error:
         raise DescriptionError(f"the description of {call.target} is wrong: {error}") from None
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise DescriptionError(
+            f"the description of {call.target} is wrong: it raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def _tensor_names(function: Callable[..., Any], call: Call) -> dict[int, str]:

@@ -1,8 +1,8 @@
-"""The numerical check of descriptions: run the real ATen kernel on parts as each strategy says, put the results together,
-compare with the whole kernel, in float64.
+"""The numerical check of descriptions: run the real ATen kernel on parts as each strategy says, put the results
+together, compare with the whole kernel, in float64.
 
-It is the reason to trust what is derived from descriptions; a wrong description fails it. `check_call` checks one kernel on
-concrete tensors with every strategy; `cases` of `tdl_cases` gives random ones for every described operator.
+It is the reason to trust what is derived from descriptions; a wrong description fails it. `check_call` checks one
+kernel on concrete tensors with every strategy; `cases` of `tdl_cases` gives random ones for every described operator.
 """
 
 from __future__ import annotations
@@ -237,10 +237,12 @@ def _compare(case: Case, split: Split, members: int, calls: Sequence[Call], outp
             parts = [p.narrow(placement.dim, 0, p.shape[placement.dim] - 1) for p in parts]
         if scales[number] != 1:
             parts = [part * float(scales[number]) for part in parts]
+        if base_name(case.call.target) in RANDOM:
+            continue
         found = _put_together(parts, placement, members, whole)
         if found.shape != whole.shape:
             raise Failure(f"output {number} is {list(found.shape)}, expected {list(whole.shape)}")
-        if base_name(case.call.target) not in RANDOM and not _close(found, whole):
+        if not _close(found, whole):
             difference = (found.double() - whole.double()).abs().max()
             raise Failure(f"output {number} differs by {difference:.3g}")
 
@@ -270,7 +272,8 @@ def check_blocks(case: Case, members: int, generator: torch.Generator) -> int:
 def tensors_for(call: Call, seed: int) -> Tensors:
     """Random tensors for a call taken from a graph: integers stay within what they index."""
     generator = torch.Generator().manual_seed(seed)
-    limit = _INDEXED.get(base_name(call.target), lambda call: 2)(call)
+    name = base_name(call.target)
+    limit = _INDEXED[name](call) if name in _INDEXED else 2
     found = []
     for shape, dtype in zip(call.inputs, call.dtypes, strict=True):
         if dtype == "bool":

@@ -1,0 +1,101 @@
+"""Every description against its real kernel: run on parts, put together, compare with the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from simpart.ops import base_name
+from simpart.tdl import DESCRIPTIONS, Sum, hidden, local_call, opaque, splits_of
+from simpart.testing.tdl_cases import CASES, NOT_RUN, case_for
+from simpart.testing.tdl_suite import Failure, call_of, check_blocks, check_call, check_split, seeded
+
+
+def check(target: str, seed: int, members: int) -> int:
+    """Strategies checked for one random call, along an axis and along a second one after it."""
+    _, generator = seeded(seed)
+    case = case_for(target, seed)
+    count = check_call(case, members, generator) + check_blocks(case, members, generator)
+    return count + check_call(case, members, generator, uneven=True)
+
+
+def test_every_described_operator_has_a_random_case_or_a_reason() -> None:
+    run = {target if target.startswith("simpart") else f"aten.{base_name(target)}" for target in CASES}
+    assert set(DESCRIPTIONS) == run | set(NOT_RUN)
+    assert not run & set(NOT_RUN)
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_parts_give_the_whole_on_two_random_calls_of_every_kernel(members: int) -> None:
+    checked = sum(check(target, seed, members) for target in CASES for seed in (0, 1))
+    assert checked > 3000
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", sorted(CASES))
+def test_parts_give_the_whole_on_many_random_calls(target: str) -> None:
+    for seed in range(12):
+        for members in (2, 3, 4):
+            check(target, seed, members)
+
+
+@pytest.mark.parametrize("target", ["aten.convolution.default", "aten.view.default", "aten.native_group_norm.default"])
+def test_a_local_call_can_be_split_again(target: str) -> None:
+    _, generator = seeded(0)
+    for seed in range(8):
+        case = case_for(target, seed)
+        for split in splits_of(case.call, 2):
+            local = local_call(case.call, split, 2)
+            tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in local.inputs]
+            if not split.masked:
+                check_call(type(case)(local, tensors), 2, generator)
+
+
+# --- the check must be able to fail ----------------------------------------------------------------------------------
+A, B = torch.randn(4, 4, dtype=torch.float64), torch.randn(4, 4, dtype=torch.float64)
+LIES: list[tuple[str, tuple[Any, ...], Callable[..., Any]]] = [
+    ("aten.mm.default", (A, B), lambda a, b: lambda i, j: Sum(lambda k: a[i, k] * b[j, k])),
+    ("aten.mm.default", (A, B), lambda a, b: lambda i, j: Sum(lambda k: a[k, i] * b[k, j])),
+    ("aten.mm.default", (A, B), lambda a, b: lambda i, j: opaque(a[:, j], b[:, j])[i]),
+    ("aten.softmax.int", (A, 1), lambda x, d: lambda i, j: hidden(x[i, j])),
+    ("aten.relu.default", (A,), lambda x: lambda i, j: 2 * x[i, j]),
+    ("aten.cumsum.default", (A, 0), lambda x, d: lambda i, j: x[i, j]),
+    ("aten.t.default", (A,), lambda x: lambda i, j: x[i, j]),
+    ("aten.sum.dim_IntList", (A, [1]), lambda x, d: lambda i: Sum(lambda k: x[k, i])),
+    ("aten.mean.dim", (A, [1]), lambda x, d: lambda i: Sum(lambda k: x[i, k])),
+    ("aten.add.Scalar", (A, 1.5), lambda x, c: lambda i, j: x[i, j] * 1),
+    ("aten.var.correction", (A, [0]), lambda x, d: lambda j: Sum(lambda i: hidden(x[i, j]))),
+]
+
+
+@pytest.mark.parametrize(("target", "arguments", "lie"), LIES)
+def test_a_wrong_description_fails_the_check(
+    target: str, arguments: tuple[Any, ...], lie: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, generator = seeded(0)
+    monkeypatch.setitem(DESCRIPTIONS, f"aten.{base_name(target)}", lie)
+    with pytest.raises(Failure, match=target):
+        check_call(call_of(target, arguments), 2, generator)
+
+
+@pytest.mark.parametrize("broken", ["inputs", "outputs", "scale"])
+def test_a_wrong_placement_fails_the_check(broken: str) -> None:
+    from dataclasses import replace
+    from fractions import Fraction
+
+    from simpart.placement import AxisStrategy, Replicate, Shard
+
+    _, generator = seeded(0)
+    case = call_of("aten.mm.default", (A, B))
+    split = next(s for s in splits_of(case.call, 2) if str(s.strategy.outputs[0]) == "P(sum)")
+    strategy = split.strategy
+    changed = {
+        "inputs": replace(split, strategy=AxisStrategy((Shard(1), Replicate()), strategy.outputs)),
+        "outputs": replace(split, strategy=AxisStrategy(strategy.inputs, (Replicate(),))),
+        "scale": replace(split, scales=(Fraction(1, 2),)),
+    }
+    with pytest.raises(Failure):
+        check_split(case, changed[broken], 2, generator)
