@@ -9,6 +9,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from simpart.hardware import Cluster, Device
+from simpart.kernels import Mode
 
 __all__ = [
     "PROVENANCES", "Collective", "CollectiveKind", "CollectiveTable", "CommModel", "ComputeModel", "Costs", "Estimate",
@@ -17,7 +18,6 @@ __all__ = [
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
-Mode = Literal["eager", "compiled"]
 CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all", "p2p", "broadcast"]
 
 PROVENANCES = ("measured", "interpolated", "extrapolated", "analytic")

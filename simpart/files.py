@@ -79,7 +79,9 @@ def read_document(path: Path | str, kind: str, version: int) -> dict[str, Any]:
         found = content.get("kind") if isinstance(content, dict) else None
         raise FormatError(f"{path} is {f'a {found}' if found else 'something else'}, not a {kind}")
     found_version = content.get("version")
-    if not isinstance(found_version, int) or found_version > version:
+    if type(found_version) is not int or found_version < 1:
+        raise FormatError(f"{path} has {kind} version {found_version!r}; a version is a whole number from 1 on")
+    if found_version > version:
         raise FormatError(
             f"{path} has {kind} version {found_version}; this simpart reads up to {version}: update simpart"
         )

@@ -7,15 +7,18 @@ after the other, and a pipeline cut between templates never parts one.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
-from simpart.cost import Mode
 from simpart.graph import Graph, Template, omitted_values
 from simpart.ops import family_of
 from simpart.sizes import TensorSpec
 
-__all__ = ["FUSIBLE", "KernelGroups", "kernels"]
+__all__ = ["FUSIBLE", "KernelGroups", "Mode", "kernels"]
+
+Mode = Literal["eager", "compiled"]
+"""Kernels run one by one, or pointwise chains fused by a compiler."""
 
 FUSIBLE = frozenset({"pointwise", "reduction", "norm", "softmax", "copy", "fill", "random"})
 """Families that a compiler such as torch's Inductor fuses; views ride along with what they are between."""
