@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from simpart.cost import PROVENANCES, ComputeModel, Estimate, Mode, Signature, TensorForm, unique
+from simpart.cost import PROVENANCES, ComputeModel, Estimate, Signature, TensorForm, unique
 from simpart.graph import Graph
 from simpart.hardware import Device
+from simpart.kernels import Mode
 from simpart.signatures import signatures_of
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 

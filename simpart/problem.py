@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from simpart.cost import Costs, Mode
+from simpart.cost import Costs
 from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.hardware import Cluster, Device
+from simpart.kernels import Mode
 from simpart.pricing import Amount, OpPrices, price_ops, price_update
 from simpart.training import TrainingSpec
 

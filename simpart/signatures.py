@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 from typing import Any
 
-from simpart.cost import Mode, Signature, TensorForm
+from simpart.cost import Signature, TensorForm
 from simpart.errors import MismatchError
 from simpart.files import dump_json
 from simpart.graph import Graph
-from simpart.kernels import kernels
+from simpart.kernels import Mode, kernels
 from simpart.sizes import DTYPE_BYTES, TensorSpec, size_at, size_from_json
 
 __all__ = ["MEMBER", "fill_sizes", "form_of", "signatures_of", "total_bytes"]
