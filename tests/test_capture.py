@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from simpart.capture import capture, export_ops
+from simpart.capture._build import build
+from simpart.capture._trace import Trace
 from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.zoo import MODELS, ZooFactory
@@ -72,16 +74,61 @@ def test_every_joint_node_is_one_kernel_of_one_op_with_buffers_and_skips(resnet:
     assert kernel_counts(unet) == joint_counts(zoo("unet"), 2)
 
 
-def test_values_are_wired_as_in_the_joint_graph(gpt: Graph) -> None:
-    """Every kernel reads values made before it in the true order: forward of all calls, then backward."""
-    flat = gpt.flat
-    producer = flat.kernel_value_kernel
-    for i in range(len(flat.kernel_class)):
-        inputs = flat.kernel_inputs[flat.kernel_indptr[i] : flat.kernel_indptr[i + 1]]
-        for made in producer[inputs]:
-            assert made >= -1
-            if made >= 0 and flat.kernel_forward[i]:
-                assert flat.kernel_forward[made] and made < i
+def captured_with_trace(factory: Any, **options: Any) -> tuple[Graph, Trace]:
+    """A graph and the flat trace it was built from."""
+    import simpart.capture._capture as module
+
+    traces: list[Trace] = []
+
+    def watched(trace: Trace, **rest: Any) -> Graph:
+        traces.append(trace)
+        return build(trace, **rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "build", watched)
+        graph = capture(factory, (2, 3), **options)
+    return graph, traces[-1]
+
+
+def check_wiring(graph: Graph, trace: Trace) -> None:
+    """Undo the templates: every op and kernel of the flat arrays must read just what its row of the trace reads."""
+    flat = graph.flat
+    names = {(s.kind, s.name): (-1, i) for i, s in enumerate(trace.sources)}
+    op_refs: dict[int, tuple[int, int]] = {v: names[s.kind, s.name] for v, s in graph.all_sources()}
+    assert [trace.ops[i].path + "/" + trace.ops[i].target for i in range(len(trace.ops))] == [
+        name.rsplit("#", 1)[0] for name in graph.op_ids
+    ]
+    for i, op in enumerate(trace.ops):
+        op_refs.update({int(flat.op_outputs[i]) + k: (i, k) for k in range(len(op.outputs))})
+    for i, op in enumerate(trace.ops):
+        assert (
+            tuple(op_refs[v] for v in flat.op_inputs[flat.op_indptr[i] : flat.op_indptr[i + 1]].tolist()) == op.inputs
+        )
+    calls = flat.op_call[flat.kernel_op]
+    order = sorted(range(len(trace.kernels)), key=lambda k: (int(flat.op_call[trace.kernels[k].op]), k))
+    assert [trace.kernels[k].op for k in order] == flat.kernel_op.tolist()
+    assert sorted(calls.tolist()) == calls.tolist()
+    refs: dict[int, tuple[int, int]] = {}
+    firsts = zip(graph.value_offsets.tolist(), graph.kernel_value_offsets.tolist(), graph.calls, strict=True)
+    refs.update({v: op_refs[v] for v in range(len(graph.sources))})
+    for op_first, first, call in firsts:
+        for n in range(len(graph.templates[call.template].sources)):
+            refs[first + n] = op_refs[op_first + n]
+    for i, k in enumerate(order):
+        refs.update({int(flat.kernel_outputs[i]) + n: (k, n) for n in range(len(trace.kernels[k].outputs))})
+    for i, k in enumerate(order):
+        row, kernel = trace.kernels[k], graph.kernel_classes[flat.kernel_class[i]]
+        assert (row.target, row.arguments, row.outputs) == (kernel.target, kernel.arguments, kernel.outputs)
+        read = flat.kernel_inputs[flat.kernel_indptr[i] : flat.kernel_indptr[i + 1]].tolist()
+        assert tuple(refs[v] for v in read) == row.inputs
+    assert {op_refs[v][1]: refs[g] for v, g in graph.gradients.items()} == dict(trace.gradients)
+    assert op_refs[graph.loss] == trace.loss
+
+
+def test_templates_and_calls_read_exactly_what_was_traced() -> None:
+    check_wiring(*captured_with_trace(zoo("gpt", layers=3, tied=True), shallow=False))
+    check_wiring(*captured_with_trace(lambda b: (SharedMemory(4), (torch.zeros(b, 16),)), shallow=False))
+    check_wiring(*captured_with_trace(zoo("resnet50")))
 
 
 def test_ids_follow_module_paths_and_counts(gpt: Graph) -> None:

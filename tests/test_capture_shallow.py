@@ -56,6 +56,7 @@ def test_gpt(tied: bool) -> None:
     expands_exactly(ZooFactory("gpt", GPTDims(layers=6, hidden=64, heads=4, seq=16, vocab=64, tied=tied)))
 
 
+@pytest.mark.slow
 def test_llama() -> None:
     expands_exactly(ZooFactory("llama", LlamaDims(layers=6, hidden=64, heads=4, kv_heads=2, ffn=96, seq=16, vocab=64)))
 

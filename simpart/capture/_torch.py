@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -68,7 +69,9 @@ def fake_mode() -> FakeTensorMode:
 
 def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> GraphModule:
     """The forward graph with torch's composite operators whole and a module path on every node."""
-    exported = torch.export.export(module, inputs, strict=False).module(check_guards=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # advice on exporting for inference (weights of nn.LSTM, for example)
+        exported = torch.export.export(module, inputs, strict=False).module(check_guards=False)
     assert isinstance(exported, GraphModule)
     return exported
 
