@@ -185,8 +185,13 @@ def test_only_indices_outside_an_opaque_function_are_cut() -> None:
 # --- strategies ------------------------------------------------------------------------------------------------------
 def test_a_matrix_product_has_one_strategy_per_loop_and_is_linear_in_each_factor() -> None:
     assert texts(call("aten.mm.default", [(4, 8), (8, 6)], (4, 6))) == {
-        "R R -> R", "S(0) R -> S(0)", "R S(1) -> S(1)", "S(1) S(0) -> P(sum)", "P(sum) R -> P(sum)", "R P(sum) -> P(sum)",
-    }  # fmt: skip
+        "R R -> R",
+        "S(0) R -> S(0)",
+        "R S(1) -> S(1)",
+        "S(1) S(0) -> P(sum)",
+        "P(sum) R -> P(sum)",
+        "R P(sum) -> P(sum)",
+    }
 
 
 def test_a_row_parallel_linear_takes_its_bias_as_partial() -> None:

@@ -28,6 +28,7 @@ __all__ = [
     "Shared",
     "Sum",
     "Tensor",
+    "Whole",
     "choose",
     "equal",
     "extent",
@@ -174,6 +175,14 @@ class Position(Expression):
     """A coordinate used as a value: it must be known absolutely, so it cannot be cut."""
 
     index: Index
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Whole(Expression):
+    """One, for loops that stay whole. How far apart their steps read is the kernel's argument (a dilation), so they
+    are never the upper digit of a strided shard either."""
+
+    indices: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -373,7 +382,7 @@ def shared(body: object, name: str) -> Shared:
     return Shared(as_expression(body), name)
 
 
-def whole(*indices: Index) -> Opaque:
+def whole(*indices: Index) -> Whole:
     """A factor that keeps loops whole: the kernel has no argument to run on part of them (the taps of a
     convolution)."""
-    return opaque(*map(Position, indices))
+    return Whole(indices)

@@ -77,8 +77,11 @@ def cuts_of(index: Index, cuts: Cuts) -> list[tuple[int, int, int]]:
     return found
 
 
-def dim_cut(index: Index, dim: int, size: int, cuts: Cuts, members: int) -> DimCut | None:
-    """How dim `dim` of this size is divided when these loops are cut; None if it is not."""
+def dim_cut(
+    index: Index, dim: int, size: int, cuts: Cuts, members: int, fixed: frozenset[Key] = frozenset()
+) -> DimCut | None:
+    """How dim `dim` of this size is divided when these loops are cut; None if it is not. Loops in `fixed` read the
+    neighbourhood of what another loop reads, however far it reaches."""
     found = cuts_of(index, cuts)
     if not found:
         return None
@@ -96,7 +99,7 @@ def dim_cut(index: Index, dim: int, size: int, cuts: Cuts, members: int) -> DimC
         if coefficient != int(coefficient):
             raise Unsplittable
         reach = int(coefficient) * (other.extent - 1)
-        if coefficient % span == 0:
+        if coefficient % span == 0 and other.variable.key not in fixed:
             upper = True
         else:
             least, most = least + min(0, reach), most + max(0, reach)

@@ -28,7 +28,8 @@ from simpart.tdl.expression import (
     Position,
     Reduction,
     Shared,
-)  # fmt: skip
+    Whole,
+)
 from simpart.tdl.index import Index
 from simpart.tdl.layout import Cut, Cuts, DimCut, Key, Unsplittable, Window, cut_for, cuts_of, dim_cut
 from simpart.tdl.tracing import Call, Description, Output, trace
@@ -171,7 +172,7 @@ def _close(description: Description, cuts: dict[Key, Cut], members: int) -> dict
         grown = False
         for access in description.accesses:
             given = lying.get(access.tensor.position)
-            if given is None or _access_cut(access, closed, members) == given:
+            if given is None or _access_cut(description, access, closed, members) == given:
                 continue
             placement = next(iter(given.values())).placement
             if isinstance(placement, Halo) or _touches(access, closed):
@@ -188,10 +189,13 @@ def _close(description: Description, cuts: dict[Key, Cut], members: int) -> dict
             return closed
 
 
-def _access_cut(access: Access, cuts: Cuts, members: int) -> dict[int, DimCut]:
+def _access_cut(description: Description, access: Access, cuts: Cuts, members: int) -> dict[int, DimCut]:
     found = {}
     for dim, index in enumerate(access.indices):
-        if index is not None and (cut := dim_cut(index, dim, access.tensor.shape[dim], cuts, members)) is not None:
+        if index is None:
+            continue
+        cut = dim_cut(index, dim, access.tensor.shape[dim], cuts, members, description.fixed)
+        if cut is not None:
             found[dim] = cut
     if len(found) > 1:
         raise Unsplittable
@@ -202,7 +206,7 @@ def _placements(description: Description, cuts: Cuts, members: int) -> dict[int,
     """How each touched input lies, {input: {dim: cut}}; one dim each, the first access deciding."""
     found: dict[int, dict[int, DimCut]] = {}
     for access in description.accesses:
-        if cut := _access_cut(access, cuts, members):
+        if cut := _access_cut(description, access, cuts, members):
             found.setdefault(access.tensor.position, cut)
     return found
 
@@ -213,7 +217,9 @@ def _attempt(description: Description, cuts: Cuts, partial: Mapping[int, str], m
         lying = _placements(description, cuts, members)
         if set(lying) & set(partial):
             return []
-        if any(_access_cut(a, cuts, members) != lying.get(a.tensor.position, {}) for a in description.accesses):
+        if any(
+            _access_cut(description, a, cuts, members) != lying.get(a.tensor.position, {}) for a in description.accesses
+        ):
             return []
         follower = Follower(cuts, partial)
         results = [_result(output, cuts, members, follower) for output in description.outputs]
@@ -371,6 +377,11 @@ class Follower:
 
     def _position(self, node: Position) -> _Value:
         if self._loops(node.index):
+            raise Unsplittable
+        return _Value()
+
+    def _whole(self, node: Whole) -> _Value:
+        if any(self._loops(index) for index in node.indices):
             raise Unsplittable
         return _Value()
 

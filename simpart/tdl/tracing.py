@@ -11,7 +11,7 @@ from itertools import pairwise
 from math import prod
 from typing import Any
 
-from simpart.tdl.expression import Access, Expression, Opaque, Reduction, Tensor, as_expression, variables_of
+from simpart.tdl.expression import Access, Expression, Opaque, Reduction, Tensor, Whole, as_expression, variables_of
 from simpart.tdl.index import DescriptionError, Index, Variable
 from simpart.tdl.interval import interval_of
 
@@ -80,11 +80,14 @@ class Description:
     outputs: tuple[Output, ...]
     accesses: tuple[Access, ...] = field(init=False)
     breaks: Mapping[tuple[str, int], tuple[int, ...]] = field(init=False)
+    fixed: frozenset[tuple[str, int]] = field(init=False)
 
     def __post_init__(self) -> None:
         nodes = [node for output in self.outputs for node in output.body.walk()]
         object.__setattr__(self, "accesses", tuple(node for node in nodes if isinstance(node, Access)))
         object.__setattr__(self, "breaks", _breaks(self))
+        fixed = (v.key for node in nodes if isinstance(node, Whole) for index in node.indices for v in index.variables)
+        object.__setattr__(self, "fixed", frozenset(fixed))
 
     @property
     def elementwise(self) -> bool:
@@ -113,6 +116,8 @@ def _indices(description: Description) -> Iterator[Index]:
                 yield node.index
             elif isinstance(node, Opaque):
                 yield from node.inner
+            elif isinstance(node, Whole):
+                yield from node.indices
 
 
 def _breaks(description: Description) -> dict[tuple[str, int], tuple[int, ...]]:
