@@ -121,7 +121,7 @@ def stage_time_s(problem: PiperProblem, stage: PiperStage, later_degrees: int) -
 
 
 def solve(problem: PiperProblem, *, variants: Variants = "exact", most_cuts: int = 40_000) -> PiperPlan | None:
-    """The plan whose slowest stage takes least per sample; None if nothing fits. See `closed_sets` about `most_cuts`."""
+    """The plan whose slowest stage takes least per sample; None if none fits. See `closed_sets` about `most_cuts`."""
     n = len(problem.nodes)
     inside = members(closed_sets(n, problem.edges, most=most_cuts), n)
     pairs = np.argwhere(nested(inside))  # sorted by the smaller set: nodes done before the stage, and after it
