@@ -59,22 +59,22 @@ def ops(
     What the store holds already is skipped, so that an interrupted run continues.
     """
     from simpart.commands._problem import parse_seconds
-    from simpart.hardware_profiles._profile_ops import profile_graph_ops
-    from simpart.hardware_profiles._store import Store
     from simpart.model_spec import load_graph_or_model
+    from simpart.registry import local_profiler
     from simpart.training import TrainingSpec
 
     sizes = _whole_numbers(micro_batch)
     budget_s = parse_seconds(budget)
     training = TrainingSpec(optimizer=optimizer, precision=precision)
-    chosen = Store.at(store)
-    chosen.read()  # a store that is none is refused before the work
+    profile_graph_ops, _ = local_profiler(store)
     graph = load_graph_or_model(model, precision=precision, cache=not no_cache)
     with _progress("measuring kernels") as show:
-        found = profile_graph_ops(graph, sizes, processes, chosen, budget_s, show, training=training, repeats=repeats)
+        found = profile_graph_ops(
+            graph, sizes, processes, budget_s=budget_s, progress=show, training=training, repeats=repeats
+        )
     for reason in found.refused:
         print(f"not measured: {reason}", file=sys.stderr)
-    _finish(asdict(found), f"kernels with {found.processes} busy processes", chosen.path, as_json)
+    _finish(asdict(found), f"kernels with {found.processes} busy processes", profile_graph_ops.keywords["store"].path, as_json)
 
 
 @profile.command(epilog="Example:  simpart profile links --cluster local:2")
@@ -86,18 +86,17 @@ def ops(
 def links(cluster: str, busy: bool, repeats: int, store: Path | None, as_json: bool) -> None:
     """Measure point-to-point messages, all-reduce and broadcast over gloo, 1 KiB to 64 MiB."""
     from simpart.hardware import load_cluster
-    from simpart.hardware_profiles._profile_links import profile_links
-    from simpart.hardware_profiles._store import Store
+    from simpart.registry import local_profiler
 
     if cluster.partition(":")[0].casefold() != "local":
         raise UserError(f"links can be measured on this machine only, got cluster {cluster!r}; say local or local:N")
     processes = load_cluster(cluster).size
     if processes < 2:
         raise UserError("links need at least 2 processes, this machine has 1 core; say --cluster local:2")
-    chosen = Store.at(store)
+    _, profile_links = local_profiler(store)
     with _progress("measuring links") as show:
-        found = profile_links(processes, chosen, busy=busy, repeats=repeats, progress=show)
-    _finish(asdict(found), f"link points between {processes} processes", chosen.path, as_json)
+        found = profile_links(processes, busy=busy, repeats=repeats, progress=show)
+    _finish(asdict(found), f"link points between {processes} processes", profile_links.keywords["store"].path, as_json)
 
 
 def _whole_numbers(text: str) -> list[int]:

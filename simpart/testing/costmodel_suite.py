@@ -79,7 +79,7 @@ def faster(device: Device, factor: float = 2.0) -> Device:
 def check_compute_model(model: ComputeModel, *, scaling: bool = False) -> None:
     """Shape, sign, determinism, independence of rows and their order, the physical bound; with `scaling` also that a
     device twice as fast in everything takes exactly half the time."""
-    from simpart.costmodels import physical_bound_s
+    physical_bound_s = folder("costmodels").physical_bound_s
 
     signatures = sample_signatures()
     table = SignatureTable(signatures)
