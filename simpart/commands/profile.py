@@ -74,7 +74,12 @@ def ops(
         )
     for reason in found.refused:
         print(f"not measured: {reason}", file=sys.stderr)
-    _finish(asdict(found), f"kernels with {found.processes} busy processes", profile_graph_ops.keywords["store"].path, as_json)
+    _finish(
+        asdict(found),
+        f"kernels with {found.processes} busy processes",
+        profile_graph_ops.keywords["store"].path,
+        as_json,
+    )
 
 
 @profile.command(epilog="Example:  simpart profile links --cluster local:2")

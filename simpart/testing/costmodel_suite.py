@@ -22,6 +22,7 @@ from simpart.cost import (
     TensorForm,
 )
 from simpart.hardware import Cluster, Device, load_cluster, load_device
+from simpart.registry import folder
 
 __all__ = ["check_comm_model", "check_compute_model", "faster", "sample_collectives", "sample_signatures"]
 
