@@ -11,6 +11,7 @@ import argparse
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from simpart.describe import describe, human_bytes, human_seconds
 from simpart.errors import UserError
@@ -18,7 +19,7 @@ from simpart.hardware import load_cluster
 from simpart.model_spec import load_graph_or_model
 from simpart.plan_format import PlanFile, save_plan
 from simpart.problem import Problem, Space
-from simpart.registry import default_costs, load_searcher, local_profiler, runner
+from simpart.registry import default_costs, folder, load_searcher, local_profiler
 from simpart.searching import search
 from simpart.simulation import SimResult, simulate_plan
 from simpart.timeline import timeline
@@ -44,12 +45,12 @@ def main() -> None:
         sys.exit(130)
 
 
-def demo(model: str, folder: Path) -> None:
-    """Print what happens; leave plan, traces and profiles in `folder`."""
-    validate = runner()
+def demo(model: str, place: Path) -> None:
+    """Print what happens; leave plan, traces and profiles in `place`."""
+    validate = folder("validate").validate
 
-    folder.mkdir(parents=True, exist_ok=True)
-    store, plan_path = folder / "profiles", folder / "plan.json"
+    place.mkdir(parents=True, exist_ok=True)
+    store, plan_path = place / "profiles", place / "plan.json"
     start = time.monotonic()
     cluster = load_cluster("local:2")
     training = TrainingSpec()
@@ -96,8 +97,8 @@ def demo(model: str, folder: Path) -> None:
     print(timeline(result))
 
     say(start, f"run        $ simpart validate {plan_path}")
-    report = validate(file, predicted=result, steps=7, warmup=2, folder=folder / "run")
-    save_traces(folder, report)
+    report = validate(file, predicted=result, steps=7, warmup=2, folder=place / "run")
+    save_traces(place, report)
     compare(result, report)
     print(f"\nplan {plan_path}\ntrace {folder / 'trace.json'} (predicted and measured; open it in ui.perfetto.dev)\n"
           f"profiles {store}\nlogs of the run {folder / 'run'}")  # fmt: skip
@@ -108,13 +109,13 @@ def say(start: float, what: str) -> None:
     print(f"\n[{time.monotonic() - start:5.1f} s] {what}", flush=True)
 
 
-def save_traces(folder: Path, report) -> None:  # type: ignore[no-untyped-def]
+def save_traces(place: Path, report: Any) -> None:
     from simpart.files import dump_json, write_atomically
 
-    write_atomically(folder / "trace.json", dump_json(report.trace()))
+    write_atomically(place / "trace.json", dump_json(report.trace()))
 
 
-def compare(result: SimResult, report) -> None:  # type: ignore[no-untyped-def]
+def compare(result: SimResult, report: Any) -> None:
     """Predicted | measured | error."""
     low, high = result.interval_s
     rows = [("", "predicted", "measured", "error")]

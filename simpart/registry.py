@@ -12,7 +12,7 @@ from simpart.cost import Costs
 from simpart.errors import UnknownNameError
 from simpart.hardware import Cluster
 
-__all__ = ["SEARCHERS", "default_costs", "load_searcher", "local_profiler", "runner", "searcher_names"]
+__all__ = ["SEARCHERS", "default_costs", "folder", "load_searcher", "local_profiler", "searcher_names"]
 
 SEARCHERS = {"rannc": "simpart.searchers.rannc:Rannc"}
 """Name of a searcher → `module:class`; the class is called without arguments."""
@@ -35,21 +35,19 @@ def load_searcher(name: str) -> Any:
 def default_costs(cluster: Cluster, *, store: Path | None = None, profiles: bool = True) -> Costs:
     """The cost models that commands use: profiles measured on this kind of device where there are any (unless
     `profiles` is off), data sheets for the rest."""
-    costs: Costs = importlib.import_module("simpart.costmodels").default_costs(cluster, store=store, profiles=profiles)
+    costs: Costs = folder("costmodels").default_costs(cluster, store=store, profiles=profiles)
     return costs
 
 
-def local_profiler(folder: Path | None = None) -> tuple[Any, Any]:
-    """(profile_graph_ops, profile_links) of `simpart.hardware_profiles`, which measure this machine into the store in
-    `folder` (default: the user's data folder)."""
-    package = "simpart.hardware_profiles"
-    ops, links, store = (
-        importlib.import_module(f"{package}.{name}") for name in ("_profile_ops", "_profile_links", "_store")
-    )
-    opened = store.Store.at(folder)
+def folder(name: str) -> Any:
+    """A module of the four folders (`costmodels`, `hardware_profiles._store`, …), found by name as their plug-ins are."""
+    return importlib.import_module(f"simpart.{name}")
+
+
+def local_profiler(store: Path | None = None) -> tuple[Any, Any]:
+    """(profile_graph_ops, profile_links), which measure this machine into the store in that folder (default: the user's
+    data folder)."""
+    opened = folder("hardware_profiles._store").Store.at(store)
+    opened.read()  # a store that is none is refused before the work
+    ops, links = folder("hardware_profiles._profile_ops"), folder("hardware_profiles._profile_links")
     return partial(ops.profile_graph_ops, store=opened), partial(links.profile_links, store=opened)
-
-
-def runner() -> Any:
-    """`simpart.validate.validate`, which runs a plan on real processes."""
-    return importlib.import_module("simpart.validate").validate

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,7 +14,6 @@ from simpart.errors import UserError
 if TYPE_CHECKING:
     from simpart.plan_format import PlanFile
     from simpart.simulation import SimResult
-    from simpart.validate import ValidationReport
 
 __all__ = ["print_report", "validate"]
 
@@ -123,7 +122,7 @@ def predict(file: PlanFile, store: Path | None, *, profiles: bool) -> SimResult:
     return simulate_plan(problem, file.plan)
 
 
-def print_report(report: ValidationReport) -> None:
+def print_report(report: Any) -> None:
     """Predicted | measured | error, for people."""
     from rich.console import Console
     from rich.table import Table

@@ -99,15 +99,15 @@ def markdown(found: Mapping[str, Coverage]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Write or print the table for the zoo on an H100."""
     from simpart.capture import capture
-    from simpart.costmodels.roofline import Roofline
     from simpart.hardware_files import load_device
     from simpart.model_spec import parse_model
+    from simpart.registry import folder
 
     device = load_device("h100-sxm-80gb")
     found = {}
     for name, spec in ZOO.items():
         graph = capture(parse_model(spec), model=spec)
-        found[name] = coverage_of(graph, 4, Roofline(), device)
+        found[name] = coverage_of(graph, 4, folder("costmodels").Roofline(), device)
     text = markdown(found)
     if not arguments:
         print(text, end="")
