@@ -21,7 +21,6 @@ __all__ = [
     "collective_of",
     "conversions",
     "convertible",
-    "gradient_placement",
     "received_bytes",
 ]
 
@@ -97,19 +96,6 @@ def collective_of(step: Step, ranks: tuple[int, ...], concurrent: int = 1, dtype
     kind: CollectiveKind = "p2p" if step.kind == "halo" else step.kind
     members = ranks[:2] if kind == "p2p" else ranks
     return Collective(kind, step.bytes, members, concurrent, dtype)
-
-
-def gradient_placement(placement: Placement, *, produced: bool, local_op: bool = False) -> Placement:
-    """Where the gradient of a tensor lies. `produced`: by an op for its input; else wanted by a producer for its
-    output.
-
-    `local_op` says that the op does not split anything on this axis.
-    """
-    if isinstance(placement, Partial):
-        return Replicate()
-    if isinstance(placement, Replicate) and produced and not local_op:
-        return Partial()
-    return placement
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
