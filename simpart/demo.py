@@ -100,8 +100,8 @@ def demo(model: str, place: Path) -> None:
     report = validate(file, predicted=result, steps=7, warmup=2, folder=place / "run")
     save_traces(place, report)
     compare(result, report)
-    print(f"\nplan {plan_path}\ntrace {folder / 'trace.json'} (predicted and measured; open it in ui.perfetto.dev)\n"
-          f"profiles {store}\nlogs of the run {folder / 'run'}")  # fmt: skip
+    print(f"\nplan {plan_path}\ntrace {place / 'trace.json'} (predicted and measured; open it in ui.perfetto.dev)\n"
+          f"profiles {store}\nlogs of the run {place / 'run'}")  # fmt: skip
     say(start, "done")
 
 

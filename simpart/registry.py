@@ -40,7 +40,7 @@ def default_costs(cluster: Cluster, *, store: Path | None = None, profiles: bool
 
 
 def folder(name: str) -> Any:
-    """A module of the four folders (`costmodels`, `hardware_profiles._store`, …), found by name as their plug-ins are."""
+    """A module of the four folders (`costmodels`, `hardware_profiles._store`, …), found by name like a plug-in."""
     return importlib.import_module(f"simpart.{name}")
 
 
