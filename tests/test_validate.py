@@ -39,13 +39,17 @@ def graph_of(model: str) -> Graph:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(FOLDER)
         return capture(
-            parse_model(model), (2, 3), model=model if "faulty" in model else canonical(model), shallow=False
+            parse_model(model),
+            (2, 3),
+            precision="float64",
+            model=model if "faulty" in model else canonical(model),
+            shallow=False,
         )
 
 
 @cache
 def local() -> Cluster:
-    return load_cluster("local")
+    return load_cluster("local:4")  # more devices than some machines have cores: times do not matter here
 
 
 def plan_file(
@@ -79,7 +83,7 @@ def plan_file(
         batch=Batch(micro_batches=micro_batches, sizes=tuple(map(tuple, sizes))),
         schedule=schedule if isinstance(schedule, Schedule) else Schedule(kind=schedule),
     )  # fmt: skip
-    return PlanFile(plan=plan, training=TrainingSpec(**recipe), cluster=local(), graph=graph)
+    return PlanFile(plan=plan, training=TrainingSpec(precision="float64", **recipe), cluster=local(), graph=graph)
 
 
 def explicit(text: str) -> Schedule:
