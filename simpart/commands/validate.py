@@ -58,9 +58,12 @@ def validate(
     as_json: bool,
 ) -> None:
     """Run a plan on real processes and set what they took beside what was predicted."""
-    from simpart import validate as running
+
     from simpart.commands._output import print_document
     from simpart.plan_format import load_plan
+    from simpart.registry import folder
+
+    running = folder("validate")
 
     if not timeout > 0:
         raise UserError(f"the timeout must be positive, got {timeout:g} s; try 300")
