@@ -20,8 +20,9 @@ def least_sum_and_maximum(
     least: Callable[[float], tuple[float, float]],
     *,
     relative_gap: float = 0.0,
+    below: float = math.inf,
 ) -> tuple[float, float, float]:
-    """(cap, value, bound) of a plan of least sum + `weight` × maximum; infinite values if there is none.
+    """(cap, value, bound) of a plan of least sum + `weight` × maximum; infinite if there is none `below`.
 
     `caps` are all values the maximum may take, ascending; `least(cap)` gives the least sum below a cap and the maximum
     of a plan that has it. The bound equals the value unless `relative_gap` allows less.
@@ -30,7 +31,7 @@ def least_sum_and_maximum(
     (3.0, 8.0, 8.0)
     """
     known: list[tuple[float, float]] = [(-math.inf, math.inf)]
-    best, best_cap = math.inf, math.inf
+    best, best_cap = below, math.inf
     asking = caps[-1] if caps else None
     bound = math.inf
     while asking is not None:
@@ -48,4 +49,4 @@ def least_sum_and_maximum(
                 bound, asking = high_sum + weight * caps[first], caps[(first + last - 1) // 2]
         if bound * (1 + relative_gap) >= best:
             break
-    return best_cap, best, min(bound, best)
+    return (best_cap, best, min(bound, best)) if best_cap < math.inf else (math.inf, math.inf, bound)

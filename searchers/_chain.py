@@ -25,6 +25,7 @@ __all__ = [
     "Shortfall",
     "StageCosts",
     "Unplannable",
+    "bottleneck_layer",
     "later_stages_allowed",
     "plan_value_s",
     "solve_chain",
@@ -148,7 +149,7 @@ def solve_chain(
     return {count: tables.best(count, all_devices=all_devices) for count in wanted}
 
 
-def _bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats) -> Floats:
+def bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats) -> Floats:
     """Least possible maximum with one stage put before what `after` describes: [block, devices] -> the same.
 
     out[i, d] = min over j, k of max(cost[i, j, k], after[j, d - replicas[k]]).
@@ -200,8 +201,8 @@ class Tables:
                 forward, backward = np.where(fits, forward, np.inf), np.where(fits, backward, np.inf)
             self.f.append(forward)
             self.g.append(backward)
-            self.least_f.append(_bottleneck_layer(forward, costs.replicas, self.least_f[-1]))
-            self.least_g.append(_bottleneck_layer(backward, costs.replicas, self.least_g[-1]))
+            self.least_f.append(bottleneck_layer(forward, costs.replicas, self.least_f[-1]))
+            self.least_g.append(bottleneck_layer(backward, costs.replicas, self.least_g[-1]))
         self._excess: list[Floats] | None = None
 
     def bound_s(self, stage_count: int, *, all_devices: bool = True) -> float:
@@ -333,7 +334,7 @@ class Tables:
         if self._excess is None:
             self._excess = [self.least_f[0]]
             for left in range(1, self.max_stages + 1):
-                self._excess.append(_bottleneck_layer(self._over(left), self.costs.replicas, self._excess[-1]))
+                self._excess.append(bottleneck_layer(self._over(left), self.costs.replicas, self._excess[-1]))
         root = self._excess[stage_count][0]
         devices = self.devices if all_devices else int(np.argmin(root))
         least = float(root[devices])

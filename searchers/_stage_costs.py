@@ -110,8 +110,7 @@ class ChainProblem:
             self._curve("p2p", pair, inside) + self._curve("p2p", pair, out)
             for pair, inside, out in zip(ranks, entering, leaving, strict=True)
         ]
-        gradients = self._state["gradients"]
-        tail = [self._all_reduce(r, shape, gradients) + self._state["update_s"] for r in replicas]
+        tail = [self._all_reduce(r, shape) + self._state["update_s"] for r in replicas]
         share = 1 / shape.micro_batches
         per_micro_batch = [t * share + self._state["accumulate_s"] * (1 - share) for t in tail]
         state = self._state["all"]
@@ -130,6 +129,19 @@ class ChainProblem:
             allowed=np.ones((self.size, self.size + 1, len(replicas)), dtype=np.bool_),
             in_flight="gpipe" if schedule == "gpipe" else "1f1b",
         )
+
+    def entering_s(self, micro_batch: int, ranks: tuple[int, int]) -> Floats:
+        """[i] seconds to bring what blocks from i on need of those before it from one rank to another."""
+        return self._curve("p2p", ranks, self._transfers(micro_batch)[0][:, self.size])
+
+    def all_reduce_s(self, ranks: tuple[int, ...]) -> Floats:
+        """[i, j] seconds of the gradient all-reduce of every run over these ranks."""
+        gradients = self._state["gradients"]
+        return np.zeros_like(gradients) if len(ranks) == 1 else self._curve("all_reduce", ranks, gradients)
+
+    def block_weights(self, per_op: Floats) -> Floats:
+        """Sum over the ops of each block."""
+        return np.bincount(self.block_of, weights=per_op, minlength=self.size).astype(np.float64)
 
     def _seconds_per_byte(self) -> float:
         """Of what crosses a cut, there and back, between neighbouring devices."""
@@ -232,10 +244,10 @@ class ChainProblem:
             "update_s": update_s, "accumulate_s": accumulate_s,
         }  # fmt: skip
 
-    def _all_reduce(self, replicas: int, shape: PipelineShape, gradients: Floats) -> Floats:
+    def _all_reduce(self, replicas: int, shape: PipelineShape) -> Floats:
         """Gradients over all replicas of a stage: those of one pipeline side by side, pipelines `devices` apart."""
         ranks = tuple(p * shape.devices + r for p in range(shape.pipelines) for r in range(replicas))
-        return np.zeros_like(gradients) if len(ranks) == 1 else self._curve("all_reduce", ranks, gradients)
+        return self.all_reduce_s(ranks)
 
     def _curve(self, kind: CollectiveKind, ranks: tuple[int, ...], size: Floats) -> Floats:
         """Seconds by bytes, read off the communication model at powers of two and linear in between; nothing sent

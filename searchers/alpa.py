@@ -8,7 +8,7 @@ programs are solved, and no gap between caps depends on the unit of time. Submes
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +16,31 @@ import numpy as np
 import numpy.typing as npt
 
 from simpart.engines._jit import compiled
+from simpart.problem import Problem
 from simpart.searchers._caps import least_sum_and_maximum
+from simpart.searchers._chain import ChainStage, later_stages_allowed
+from simpart.searchers._chain_plans import (
+    Answer,
+    Answers,
+    ChainCase,
+    below_cutoffs,
+    both_ways_s,
+    chain_cases,
+    propose_answers,
+)
 from simpart.searchers._inputs import costs_array
+from simpart.searching import Candidate, Control
 
-__all__ = ["AlpaPlan", "AlpaStage", "InterOp", "InterOpCosts", "interop_total_s", "solve_golden", "successors_allowed"]
+__all__ = [
+    "Alpa",
+    "AlpaPlan",
+    "AlpaStage",
+    "InterOp",
+    "InterOpCosts",
+    "interop_total_s",
+    "solve_golden",
+    "successors_allowed",
+]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -102,12 +123,25 @@ class InterOp:
         self.caps: list[float] = np.unique(self.time_s[np.isfinite(self.time_s)]).tolist()
         self._solved: dict[float, tuple[Floats, Floats]] = {}
 
-    def best(self, stage_count: int | None = None, *, relative_gap: float = 0.0) -> AlpaPlan | None:
-        """A best plan, of `stage_count` stages if given; None if there is none."""
+    def least_s(self, stage_count: int) -> float:
+        """A lower bound of the total with this number of stages; infinite exactly when there is no plan."""
+        if not self.caps or not 1 <= stage_count <= self.most_stages:
+            return math.inf
+        total, _ = self._least(self.caps[-1], stage_count)
+        return total * (1 + (self.micro_batches - 1) / stage_count)
+
+    def best(
+        self, stage_count: int | None = None, *, relative_gap: float = 0.0, below: float = math.inf
+    ) -> AlpaPlan | None:
+        """A best plan, of `stage_count` stages if given; None if there is none, or none whose total is `below`."""
         if not self.caps or (stage_count is not None and not 1 <= stage_count <= self.most_stages):
             return None
         cap, value_s, bound_s = least_sum_and_maximum(
-            self.caps, self.micro_batches - 1, lambda cap: self._least(cap, stage_count), relative_gap=relative_gap
+            self.caps,
+            self.micro_batches - 1,
+            lambda cap: self._least(cap, stage_count),
+            relative_gap=relative_gap,
+            below=below,
         )
         if value_s == math.inf:
             return None
@@ -202,6 +236,45 @@ def _fill(time_s: Any, successors: Any, sizes: Any, cap: float, total: Any, larg
                         if candidate < total[s, i, d] or (candidate == total[s, i, d] and most < largest[s, i, d]):
                             total[s, i, d] = candidate
                             largest[s, i, d] = most
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alpa:
+    """The inter-operator pass on simpart's prices; a submesh of any size runs data parallel.
+
+    Its objective, sum of stages + (M - 1) × the slowest, takes no account of the schedule; transfers count both ways.
+    """
+
+    name: str = "alpa"
+    most_blocks: int = 32
+
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+        """The best plans of every number of stages; a reason where none fits."""
+
+        def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
+            costs = case.costs
+            compute_s, transfer_s = both_ways_s(costs)
+            found = InterOp(
+                InterOpCosts(
+                    time_s=compute_s + transfer_s, successors=later_stages_allowed(costs), sizes=costs.replicas
+                ),
+                case.shape.devices,
+                costs.micro_batches,
+                most_stages=most,
+                all_devices=not problem.space.use_fewer_devices,
+            )
+            return below_cutoffs(
+                most, below, found.least_s, lambda count, s: self._answer(costs.replicas, found.best(count, below=s))
+            )
+
+        groups = chain_cases(problem, control, most_blocks=self.most_blocks)
+        return propose_answers(problem, control, groups, answers)
+
+    def _answer(self, sizes: tuple[int, ...], plan: AlpaPlan | None) -> Answer | None:
+        if plan is None:
+            return None
+        stages = tuple(ChainStage(start=s.start, end=s.end, replicas=sizes[s.option]) for s in plan.stages)
+        return Answer(stages=stages, objective_s=plan.total_s)
 
 
 def solve_golden(inputs: dict[str, Any]) -> dict[str, Any]:

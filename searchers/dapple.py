@@ -9,7 +9,7 @@ with its own replicas while the pipeline fills, memory is limited, machines may 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +17,27 @@ import numpy as np
 import numpy.typing as npt
 
 from simpart.engines._jit import compiled
+from simpart.problem import Problem
 from simpart.searchers._caps import least_sum_and_maximum
+from simpart.searchers._chain import ChainStage, later_stages_allowed
+from simpart.searchers._chain_plans import (
+    Answer,
+    Answers,
+    ChainCase,
+    below_cutoffs,
+    both_ways_s,
+    chain_cases,
+    propose_answers,
+)
 from simpart.searchers._inputs import costs_array
+from simpart.searchers._pipelines import PipelineShape
+from simpart.searching import Candidate, Control
 
 __all__ = [
     "Dapple",
     "DappleCosts",
     "DapplePlan",
+    "DappleSearcher",
     "DappleStage",
     "Placement",
     "placements",
@@ -228,12 +242,19 @@ class Dapple:
         self.end = [x for state, x in self.states.items() if all(size == used for size, used, _ in state)]
         return True
 
-    def best(self, stage_count: int) -> DapplePlan | None:
-        """A plan of least latency with this number of stages on all devices; None if there is none."""
+    def least_s(self, stage_count: int) -> float:
+        """A lower bound of the latency with this number of stages; infinite exactly when there is no plan."""
+        if not self.caps or not 1 <= stage_count <= self.most_stages:
+            return math.inf
+        total = self._least(self.caps[-1])[stage_count][0]
+        return total * (1 + (self.micro_batches - 1) / (2 * stage_count - 1))
+
+    def best(self, stage_count: int, *, below: float = math.inf) -> DapplePlan | None:
+        """A plan of least latency with this number of stages on all devices; None if there is none, or none `below`."""
         if not 1 <= stage_count <= self.most_stages:
             return None
         cap, value_s, _ = least_sum_and_maximum(
-            self.caps, self.micro_batches - 1, lambda cap: self._least(cap)[stage_count][:2]
+            self.caps, self.micro_batches - 1, lambda cap: self._least(cap)[stage_count][:2], below=below
         )
         if value_s == math.inf:
             return None
@@ -329,3 +350,87 @@ def _relax_by_row(steps: Integers, steps_s: Floats, after: Floats, now: Floats) 
     """The same with numpy."""
     for source, target, k, across in steps.T.tolist():
         np.minimum(now[source, :-1], (steps_s[k, across] + after[target]).min(axis=1), out=now[source, :-1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DappleSearcher:
+    """The planner on simpart's prices; the time it estimates a step to take ranks its plans.
+
+    Pipelines that exist several times lie on equal machines, or are left out. On several machines the chain is cut
+    into fewer blocks, since each stage has many places.
+    """
+
+    name: str = "dapple"
+    most_blocks: int = 32
+    most_blocks_across: int = 16
+    most_stages: int = 16
+
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+        """The best plans of every number of stages; a reason where none fits."""
+        across = len(list(problem.cluster.hosts())) > 1
+
+        def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
+            machines = _machines(problem, case.shape)
+            if machines is None:
+                return {}
+            most = min(most, self.most_stages)
+            search = Dapple(
+                _costs(problem, case), machines, case.costs.micro_batches, most_stages=most, check=control.check
+            )
+            return below_cutoffs(
+                most, below, search.least_s, lambda n, s: self._answer(search.best(n, below=s), machines)
+            )
+
+        blocks = self.most_blocks_across if across else self.most_blocks
+        groups = chain_cases(problem, control, most_blocks=blocks, fewer_devices=False)
+        return propose_answers(problem, control, groups, answers)
+
+    def _answer(self, plan: DapplePlan | None, machines: Sequence[int]) -> Answer | None:
+        if plan is None:
+            return None
+        free = [sum(machines[:m]) for m in range(len(machines))]
+        devices = []
+        for stage in plan.stages:
+            devices.append(tuple(free[m] + x for m, taken in enumerate(stage.placement) for x in range(taken)))
+            free = [a + b for a, b in zip(free, stage.placement, strict=True)]
+        stages = tuple(ChainStage(start=s.start, end=s.end, replicas=s.replicas) for s in plan.stages)
+        return Answer(stages=stages, objective_s=plan.estimate_s, devices=tuple(devices))
+
+
+def _machines(problem: Problem, shape: PipelineShape) -> tuple[int, ...] | None:
+    """Devices of one pipeline on each machine, where that is the same for all pipelines."""
+    hosts = list(problem.cluster.hosts())
+    found = set()
+    for p in range(shape.pipelines):
+        first, end = p * shape.devices, (p + 1) * shape.devices
+        held = [len(range(max(host.start, first), min(host.stop, end))) for host in hosts]
+        found.add(tuple(x for x in held if x))
+    return found.pop() if len(found) == 1 else None
+
+
+def _costs(problem: Problem, case: ChainCase) -> DappleCosts:
+    """Transfers and all-reduces by place: between neighbours, or as far apart as the pipelines' devices get."""
+    costs, shape, chain = case.costs, case.shape, case.chain
+    samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
+    far = shape.devices - 1
+    compute_s, _ = both_ways_s(costs)
+    inside, across, reduce_inside, reduce_across = [], [], [], []
+    for k, r in enumerate(costs.replicas):
+        inside.append(2 * chain.entering_s(samples // r, (0, min(1, far))))
+        across.append(2 * chain.entering_s(samples // r, (0, far)))
+        copies = range(0, problem.cluster.size // shape.devices * shape.devices, shape.devices)
+        near = tuple(p + x for p in copies for x in range(r))
+        spread = tuple(p + x * shape.devices // r for p in copies for x in range(r))
+        reduce_inside.append(chain.all_reduce_s(near))
+        reduce_across.append(chain.all_reduce_s(spread))
+        # The costs spread an all-reduce over the micro-batches of a stage; here it stands apart.
+        compute_s[:, :, k] = np.maximum(compute_s[:, :, k] - chain.all_reduce_s(near) / shape.micro_batches, 0.0)
+    return DappleCosts(
+        replicas=costs.replicas,
+        time_s=compute_s,
+        later=later_stages_allowed(costs),
+        inside_s=np.stack(inside, axis=-1),
+        across_s=np.stack(across, axis=-1),
+        allreduce_inside_s=np.stack(reduce_inside, axis=-1),
+        allreduce_across_s=np.stack(reduce_across, axis=-1),
+    )

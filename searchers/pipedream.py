@@ -8,24 +8,38 @@ stage is not free.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from simpart.problem import Problem
+from simpart.searchers._bottleneck import least_bottlenecks
 from simpart.searchers._chain import ChainStage
+from simpart.searchers._chain_plans import (
+    Answer,
+    Answers,
+    ChainCase,
+    both_ways_s,
+    chain_cases,
+    fitting,
+    propose_answers,
+)
 from simpart.searchers._downsets import closed_sets, members, nested
 from simpart.searchers._profiles import Edges, PipeDreamNode, find_profile, read_pipedream
+from simpart.searching import Candidate, Control
 
 __all__ = [
     "Cuts",
     "Level",
+    "PipeDream",
     "PipeDreamPlan",
     "chain_cuts",
     "data_parallel_s",
     "graph_cuts",
+    "slowest_answers",
     "solve",
     "solve_golden",
 ]
@@ -256,6 +270,46 @@ class _Solver:
             if reached[cut] == table[used][start, end]:
                 return cut, r
         raise AssertionError("some last stage gave the table's value")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipeDream:
+    """PipeDream's objective, M × the slowest stage or transfer, on simpart's prices, for every number of stages.
+
+    The plans run synchronously, so weights are not stashed; memory is simpart's. Objectives of a pipeline that never
+    drains prefer many stages; the simulation corrects that.
+    """
+
+    name: str = "pipedream"
+    most_blocks: int = 32
+
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+        """The best plans of every number of stages; a reason where none fits."""
+
+        def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
+            compute_s, transfer_s = both_ways_s(case.costs)
+            slowest_s, fits = np.maximum(compute_s, transfer_s), fitting(case.costs)
+            return slowest_answers(problem, case, lambda later: np.where(fits(later), slowest_s, np.inf), most)
+
+        groups = chain_cases(problem, control, most_blocks=self.most_blocks)
+        return propose_answers(problem, control, groups, answers)
+
+
+def slowest_answers(
+    problem: Problem, case: ChainCase, cost_of: Callable[[int], Floats], most_stages: int
+) -> dict[int, Answer | None]:
+    """Plans whose slowest stage costs least, for each number of stages; estimated as M times that."""
+    found = least_bottlenecks(
+        cost_of,
+        case.costs.replicas,
+        case.shape.devices,
+        most_stages,
+        all_devices=not problem.space.use_fewer_devices,
+    )
+    return {
+        count: None if best is None else Answer(stages=best.stages, objective_s=best.value * case.costs.micro_batches)
+        for count, best in found.items()
+    }
 
 
 def solve_golden(inputs: dict[str, Any]) -> dict[str, Any]:

@@ -8,19 +8,23 @@ lost per byte saved; here it is solved exactly unless that rule is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from simpart.problem import Problem
+from simpart.searchers._chain_plans import Answers, ChainCase, both_ways_s, chain_cases, fitting, propose_answers
 from simpart.searchers._downsets import closed_sets, members, nested
 from simpart.searchers._inputs import costs_array
 from simpart.searchers._profiles import PiperNode, PiperVariant, find_profile, read_piper
+from simpart.searchers.pipedream import slowest_answers
+from simpart.searching import Candidate, Control
 
-__all__ = ["PiperPlan", "PiperProblem", "PiperStage", "Variants", "solve", "solve_golden", "stage_time_s"]
+__all__ = ["Piper", "PiperPlan", "PiperProblem", "PiperStage", "Variants", "solve", "solve_golden", "stage_time_s"]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -377,3 +381,40 @@ def repeated(nodes: Sequence[PiperNode]) -> list[int]:
     """Nodes of the commonest name: the layers of a deep model."""
     names = [node.name for node in nodes]
     return [v for v, name in enumerate(names) if name == max(sorted(set(names)), key=names.count)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piper:
+    """Piper's objective, M × the slowest stage with its transfers, where every stage recomputes or not as it likes.
+
+    On simpart's prices, on a chain of blocks, for every number of stages.
+    """
+
+    name: str = "piper"
+    most_blocks: int = 32
+
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+        """The best plans of every number of stages; a reason where none fits."""
+        choices = [r == "full" for r in problem.space.recompute]
+        groups = chain_cases(problem, control, most_blocks=self.most_blocks, recompute=choices[:1])
+        return propose_answers(
+            problem, control, groups, lambda case, most, _: self._answers(problem, case, most, choices)
+        )
+
+    def _answers(self, problem: Problem, case: ChainCase, most: int, choices: Sequence[bool]) -> Answers:
+        variants = [case.chain.costs(replace(case.shape, recompute=choice), case.schedule, False) for choice in choices]
+        priced = [(np.add(*both_ways_s(costs)), fitting(costs)) for costs in variants if costs is not None]
+
+        def cost_of(later: int) -> Floats:
+            return np.stack([np.where(fits(later), time_s, np.inf) for time_s, fits in priced]).min(axis=0)
+
+        answers = slowest_answers(problem, case, cost_of, most)
+        for count, answer in answers.items():
+            if answer is not None:
+                picked = []
+                for x, stage in enumerate(answer.stages):
+                    at = stage.start, stage.end, case.costs.replicas.index(stage.replicas)
+                    seconds = [float(time_s[at]) if fits(count - 1 - x)[at] else math.inf for time_s, fits in priced]
+                    picked.append(choices[seconds.index(min(seconds))])
+                answers[count] = replace(answer, recompute=tuple(picked))
+        return answers

@@ -1,0 +1,68 @@
+"""Stages on a chain with the slowest as fast as possible, for every number of stages, within memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from simpart.searchers._chain import ChainStage, Floats, bottleneck_layer
+
+__all__ = ["Bottleneck", "least_bottlenecks"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bottleneck:
+    """Stages and the cost of the largest."""
+
+    stages: tuple[ChainStage, ...]
+    value: float
+
+
+def least_bottlenecks(
+    cost_of: Callable[[int], Floats],
+    replicas: tuple[int, ...],
+    devices: int,
+    most_stages: int,
+    *,
+    all_devices: bool = True,
+) -> dict[int, Bottleneck | None]:
+    """Best stages for 1 … `most_stages`; None where no plan exists.
+
+    `cost_of(later)` is the cost [i, j, k] of blocks [i, j) on replicas[k] devices when `later` stages follow; infinite
+    where it cannot be, also for j <= i. All devices are used, or at most that many.
+    """
+    first = cost_of(0)
+    n = first.shape[0]
+    done = np.full((n + 1, devices + 1), np.inf)
+    done[n, 0] = -np.inf
+    tables, costs = [done], [first]
+    answers: dict[int, Bottleneck | None] = {}
+    for count in range(1, most_stages + 1):
+        costs.append(cost_of(count - 1))
+        tables.append(bottleneck_layer(costs[count], replicas, tables[-1]))
+        totals = tables[count][0]
+        used = devices if all_devices else int(np.argmin(totals))
+        value = float(totals[used])
+        answers[count] = (
+            None if value == np.inf else Bottleneck(stages=_trace(tables, costs, replicas, count, used), value=value)
+        )
+    return answers
+
+
+def _trace(
+    tables: list[Floats], costs: list[Floats], replicas: tuple[int, ...], count: int, devices: int
+) -> tuple[ChainStage, ...]:
+    """The first stages, by end then replicas, that keep the table's value."""
+    block, stages = 0, []
+    for left in range(count, 0, -1):
+        usable = [k for k, r in enumerate(replicas) if r <= devices]
+        reached = np.stack(
+            [np.maximum(costs[left][block, :, k], tables[left - 1][:, devices - replicas[k]]) for k in usable], axis=1
+        )
+        end, x = (int(a) for a in np.argwhere(reached <= tables[left][block, devices])[0])
+        r = replicas[usable[x]]
+        stages.append(ChainStage(start=block, end=end, replicas=r))
+        block, devices = end, devices - r
+    return tuple(stages)

@@ -1,0 +1,275 @@
+"""What planners on a chain of blocks share: the shapes they try, plans made of stages, the order of proposals."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from simpart.configure import recompute_regions
+from simpart.errors import Interrupted
+from simpart.graph import Graph
+from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
+from simpart.problem import Problem
+from simpart.schedule import Schedule
+from simpart.searchers._chain import ChainStage, Floats, StageCosts, Unplannable, later_stages_allowed, solve_chain
+from simpart.searchers._pipelines import PipelineShape
+from simpart.searchers._stage_costs import ChainProblem
+from simpart.searching import Candidate, Control
+
+__all__ = [
+    "Answer",
+    "Answers",
+    "ChainCase",
+    "below_cutoffs",
+    "both_ways_s",
+    "chain_cases",
+    "chain_plan",
+    "fitting",
+    "graphs_of",
+    "micro_batch_counts",
+    "pipeline_shapes",
+    "propose_answers",
+    "stages_text",
+    "why_no_plans",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class ChainCase:
+    """A chain, a pipeline shape and a schedule, with their costs. Of one graph and schedule they share `chain`."""
+
+    chain: ChainProblem
+    shape: PipelineShape
+    schedule: str
+    costs: StageCosts
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """Stages a planner found, with its own estimate of the step.
+
+    `recompute` per stage, where not that of the shape; `devices` of each stage within a pipeline, where not the next
+    ones in order.
+    """
+
+    stages: tuple[ChainStage, ...]
+    objective_s: float
+    recompute: tuple[bool, ...] | None = None
+    devices: tuple[tuple[int, ...], ...] | None = None
+
+
+Answers = Mapping[int, Answer | None]
+
+
+def stages_text(count: int) -> str:
+    """The family of plans with this number of stages."""
+    return f"{count} stage{'s' if count > 1 else ''}"
+
+
+def micro_batch_counts(problem: Problem, most: int = 128) -> list[int]:
+    """Numbers of micro-batches that divide the global batch, within the space."""
+    most = min(problem.space.max_micro_batches or most, problem.global_batch)
+    return [m for m in range(1, most + 1) if problem.global_batch % m == 0]
+
+
+def graphs_of(problem: Problem) -> list[tuple[Graph, int]]:
+    """The graph of each structure with the least replica micro-batch it serves: 1 may be a graph of its own."""
+    served: dict[Graph, int] = {}
+    for b in range(1, problem.global_batch + 1):
+        if problem.global_batch % b == 0:
+            served.setdefault(problem.graph.at(b), b)
+    return list(served.items())
+
+
+def pipeline_shapes(
+    problem: Problem, counts: Iterable[int], recompute: Iterable[bool], fewer_devices: bool = True
+) -> list[PipelineShape]:
+    """Every way to share the devices among equal pipelines; with idle devices only where the space allows it."""
+    size, counts, recompute = problem.cluster.size, list(counts), list(recompute)
+    return [
+        PipelineShape(nodes=1, pipelines=p, devices=size // p, micro_batches=m, recompute=r)
+        for p in range(1, size + 1)
+        if size % p == 0 or (fewer_devices and problem.space.use_fewer_devices)
+        for m in counts
+        for r in recompute
+    ]
+
+
+def chain_cases(
+    problem: Problem,
+    control: Control,
+    *,
+    most_blocks: int = 32,
+    recompute: Iterable[bool] | None = None,
+    fewer_devices: bool = True,
+) -> Iterator[list[ChainCase]]:
+    """The cases of one graph and schedule at a time; `fewer_devices` False leaves none idle, whatever the space."""
+    choices = [r == "full" for r in problem.space.recompute] if recompute is None else list(recompute)
+    for schedule in problem.space.schedules:
+        counts = micro_batch_counts(problem)
+        if schedule == "gpipe" and "1f1b" in problem.space.schedules:
+            counts = [m for m in counts if m > 1]  # with one micro-batch both are the same
+        for graph, micro_batch in graphs_of(problem):
+            chain = ChainProblem(problem, graph, micro_batch, most_blocks)
+            cases = []
+            for shape in pipeline_shapes(problem, counts, choices, fewer_devices):
+                control.check()
+                costs = chain.costs(shape, schedule, False)
+                if costs is not None:
+                    cases.append(ChainCase(chain=chain, shape=shape, schedule=schedule, costs=costs))
+            yield cases
+
+
+def most_stages(problem: Problem, case: ChainCase) -> int:
+    """The largest number of stages that the space, the devices and the chain allow."""
+    return min(problem.space.max_stages or case.shape.devices, case.shape.devices, case.chain.size)
+
+
+@dataclass(slots=True)
+class _Found:
+    """The best answers of each family of one group of cases."""
+
+    best: dict[int, list[tuple[float, int, ChainCase, Answer]]] = field(default_factory=dict)
+    number: int = 0
+
+    def add(self, count: int, case: ChainCase, answer: Answer, keep: int) -> None:
+        known = self.best.setdefault(count, [])
+        known.append((answer.objective_s, self.number, case, answer))
+        known.sort(key=lambda entry: entry[:2])
+        del known[keep:]
+        self.number += 1
+
+    def cutoffs(self, keep: int) -> dict[int, float]:
+        """What an answer must stay below to be kept."""
+        return {count: known[-1][0] for count, known in self.best.items() if len(known) == keep}
+
+
+def propose_answers(
+    problem: Problem,
+    control: Control,
+    groups: Iterable[list[ChainCase]],
+    solve: Callable[[ChainCase, int, Mapping[int, float]], Answers],
+    *,
+    keep: int = 3,
+) -> Iterator[Candidate]:
+    """Solve every case for every number of stages; propose the `keep` best plans of each, best first, then reasons.
+
+    `solve(case, most, below)` answers for 1 … `most` stages: None where no plan exists; it may leave out numbers whose
+    plans cannot be `below` the estimates that are kept already.
+    The bound is the least objective, valid once everything is solved. When time runs out, what was solved is proposed.
+    """
+    least, planned, reasons = math.inf, set[int](), dict[int, str]()
+    stopped: Interrupted | None = None
+    sources = iter(groups)
+    while stopped is None:
+        found = _Found()
+        try:
+            cases = next(sources, None)
+            if cases is None:
+                break
+            for done, case in enumerate(cases, 1):
+                control.check()
+                most = most_stages(problem, case)
+                if most < problem.space.min_stages:
+                    continue
+                answers = {
+                    c: a for c, a in solve(case, most, found.cutoffs(keep)).items() if c >= problem.space.min_stages
+                }
+                for count, answer in answers.items():
+                    if answer is not None:
+                        found.add(count, case, answer, keep)
+                unknown = [c for c, a in answers.items() if a is None and c not in reasons and c not in planned]
+                reasons.update(_why_none(problem, case, unknown))
+                control.report(done=done, total=len(cases))
+        except Interrupted as interrupted:
+            stopped = interrupted
+        for objective_s, _, case, answer in sorted((e for es in found.best.values() for e in es), key=lambda e: e[:2]):
+            count = len(answer.stages)
+            least = min(least, objective_s)
+            planned.add(count)
+            plan = chain_plan(problem, case.chain, case.shape, answer, case.schedule)
+            yield Candidate(plan=plan, family=stages_text(count), objective_s=objective_s)
+    if stopped is not None:
+        raise stopped
+    if least < math.inf:
+        control.report(bound=least)
+    yield from why_no_plans(problem, reasons, planned)
+
+
+def below_cutoffs(
+    most: int,
+    below: Mapping[int, float],
+    least_s: Callable[[int], float],
+    best: Callable[[int, float], Answer | None],
+) -> dict[int, Answer | None]:
+    """Answers for 1 … `most` stages, without those whose least possible estimate reaches the cutoff."""
+    answers: dict[int, Answer | None] = {}
+    for count in range(1, most + 1):
+        cutoff, least = below.get(count, math.inf), least_s(count)
+        if least == math.inf:
+            answers[count] = None
+        elif least < cutoff and (answer := best(count, cutoff)) is not None:
+            answers[count] = answer
+    return answers
+
+
+def _why_none(problem: Problem, case: ChainCase, counts: Sequence[int]) -> dict[int, str]:
+    """What keeps the closest plan of each number of stages from fitting."""
+    if not counts:
+        return {}
+    every = not problem.space.use_fewer_devices
+    answers = solve_chain(case.costs, case.shape.devices, max(counts), all_devices=every, stage_counts=tuple(counts))
+    return {c: answer.reason() for c, answer in answers.items() if isinstance(answer, Unplannable)}
+
+
+def why_no_plans(problem: Problem, reasons: Mapping[int, str], planned: set[int]) -> Iterator[Candidate]:
+    """Why numbers of stages have no plan; a reason of its own if nothing could be tried at all."""
+    for count, why in sorted(reasons.items()):
+        if count not in planned:
+            yield Candidate(plan=None, family=stages_text(count), why=why)
+    if not planned and not reasons:
+        size, space = problem.cluster.size, problem.space
+        why = f"no split of the global batch {problem.global_batch} over {size} devices; try a multiple of {size}"
+        if space.min_stages > size:
+            why = f"at least {space.min_stages} stages were asked for, with {size} devices; lower it"
+        yield Candidate(plan=None, family="any stages", why=why)
+
+
+def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answer: Answer, schedule: str) -> Plan:
+    """Stage x of every pipeline is one group; without `answer.devices`, on the next devices of each pipeline's share."""
+    samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
+    groups, stages, sizes, first = [], [], [], 0
+    for x, stage in enumerate(answer.stages):
+        r = stage.replicas
+        own: Sequence[int] = range(first, first + r) if answer.devices is None else answer.devices[x]
+        devices = [p * shape.devices + d for p in range(shape.pipelines) for d in own]
+        groups.append(DeviceGroup(devices=Devices.of(devices), axes=(("dp", len(devices)),)))
+        sizes.append((samples // r,) * len(devices))
+        ops = np.concatenate([chain.chain[b] for b in range(stage.start, stage.end)])
+        again = shape.recompute if answer.recompute is None else answer.recompute[x]
+        regions = recompute_regions(chain.graph, np.sort(ops)) if again else ()
+        stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions))
+        first += r
+    return Plan(
+        graph=chain.graph.fingerprint,
+        groups=tuple(groups),
+        stages=tuple(stages),
+        batch=Batch(micro_batches=shape.micro_batches, sizes=tuple(sizes)),
+        schedule=Schedule(kind=schedule),
+        mode=problem.mode,
+    )
+
+
+def both_ways_s(costs: StageCosts) -> tuple[Floats, Floats]:
+    """(compute, transfers) seconds of every stage for one micro-batch, forward and backward."""
+    return costs.forward_s + costs.backward_s, 2 * costs.transfer_s
+
+
+def fitting(costs: StageCosts) -> Callable[[int], npt.NDArray[np.bool_]]:
+    """Which stages fit when a number of stages follow."""
+    allowed = later_stages_allowed(costs)
+    return lambda later: allowed >= later
