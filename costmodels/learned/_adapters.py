@@ -230,7 +230,7 @@ def _read_neusight(frame: pd.DataFrame) -> Iterable[Measurements]:
         passes = np.array([_ELEMENTWISE[o][1] for o in op[rows].tolist()], dtype=np.float64)
         reduces = np.isin(op[rows], ["softmax", "ln"]).astype(np.float64)
         dims = {"bytes": passes * 4.0 * batch * width, "rows": batch, "element_bytes": 4.0, "reduces": reduces}
-        yield _table("memory", frame, rows, dims, [_ELEMENTWISE[o][0] for o in op[rows].tolist()], software[rows])
+        yield _table("memory32", frame, rows, dims, [_ELEMENTWISE[o][0] for o in op[rows].tolist()], software[rows])
 
 
 # --- NeuSight convolutions ----------------------------------------------------------------------------------------------
@@ -270,7 +270,7 @@ def _read_vidur(frame: pd.DataFrame) -> Iterable[Measurements]:
                 "bytes": 2.0 * (tokens * elements)[rows], "rows": tokens[rows], "element_bytes": 2.0,
                 "reduces": float(as_op == "rms_norm"),
             }  # fmt: skip
-            yield _table("memory", frame, rows, dims, as_op, "vidur")
+            yield _table("memory16", frame, rows, dims, as_op, "vidur")
 
 
 def _ops(*names: str) -> Callable[[pd.DataFrame], bool]:

@@ -18,12 +18,12 @@ Dims = Mapping[str, Floats]
 
 # name: (centre, log-sd of the prior)
 ATTENTION_CONSTANTS: Mapping[str, tuple[float, float]] = {
-    "floor_s": (4.0e-6, 0.3),  # of the smallest kernel, at REFERENCE_HZ
+    "floor_s": (9.0e-6, 0.3),  # of the smallest kernel, at REFERENCE_HZ
     "compute_share": (0.85, 0.15),  # of the sustained peak
-    "memory_share": (0.8, 0.1),
+    "memory_share": (0.5, 0.35),
     "head_cost": (0.25, 0.4),  # arithmetic lost at head dim 64, less in proportion at wider heads
     "exponentials": (0.3, 0.4),  # of a clock per 64 exponentials that products don't hide
-    "wave_s": (1.0e-6, 0.5),  # start and end of a wave of tiles
+    "wave_s": (2.0e-6, 0.5),  # start and end of a wave of tiles
 }
 REFERENCE_HZ = 1.8e9
 _KEYS = 128

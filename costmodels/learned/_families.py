@@ -3,7 +3,7 @@
     gemm16, gemm8, gemm4, gemm32, bgemm32   batch, m, n, k, in_bytes, out_bytes       (batch,) m×k times k×n
     conv32         as gemm32 (implicit product), and kernel, stride, channels
     attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, in_bytes, out_bytes
-    memory         bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
+    memory32, memory16   bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Family:
     arithmetic_s: Callable[[Rows], Floats]
     features: Callable[[Rows, Floats], list[Floats]]
     smallest: Mapping[str, float]
-    weights: bool = True
+    timed_by_host: bool = False
 
 
 def regime_of(family: Family, rows: Rows) -> Ints:
@@ -83,17 +83,24 @@ def op_codes(op: np.ndarray[tuple[int], np.dtype[np.object_]]) -> Ints:
 _PRODUCT = ("batch", "m", "n", "k", "in_bytes", "out_bytes")
 
 
-def _tiles(constants: Floats, rows: Rows, *, by_clock: bool) -> Floats:
-    return tile_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock)
+def _tiles(constants: Floats, rows: Rows, *, by_clock: bool, floor_in_clocks: bool) -> Floats:
+    return tile_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock, floor_in_clocks=floor_in_clocks)
 
 
-def _product(name: str, dtype: str, in_bytes: float, out_bytes: float, **change: tuple[float, float]) -> Family:
+def _product(
+    name: str, dtype: str, in_bytes: float, out_bytes: float, *, timed_by_host: bool = False, **change: tuple[float, float]
+) -> Family:
+    """`timed_by_host`: the source's latencies hold some 25 µs of launch and events, in seconds rather than clocks."""
+    if timed_by_host:
+        change = {"floor_s": (25e-6, 0.5), "power": (2.5, 0.4), "edge": (6.0, 1.0), "compute_share": (0.95, 0.15), **change}
+    tiles = partial(_tiles, floor_in_clocks=not timed_by_host)
     return Family(
         name=name,
         dtype=dtype,
         dims=_PRODUCT,
         constants={**TILE_CONSTANTS, **change},
-        variants=(partial(_tiles, by_clock=True), partial(_tiles, by_clock=False)),
+        variants=(partial(tiles, by_clock=True), partial(tiles, by_clock=False)),
+        timed_by_host=timed_by_host,
         bound_s=lambda rows: product_bound_s(rows.dims, rows.sheet),
         arithmetic_s=lambda rows: 2.0 * rows.dims["batch"] * rows.dims["m"] * rows.dims["n"] * rows.dims["k"] / rows.sheet.peak,
         features=lambda rows, analytic: product_features(rows.dims, rows.sheet, analytic),
@@ -109,13 +116,14 @@ def _convolution_features(rows: Rows, analytic: Floats) -> list[Floats]:
 
 
 def _convolution() -> Family:
-    product = _product("conv32", "float32", 4, 4)
+    product = _product("conv32", "float32", 4, 4, timed_by_host=True)
     return Family(
         name="conv32",
         dtype="float32",
         dims=(*_PRODUCT, "kernel", "stride", "channels"),
         constants=product.constants,
         variants=product.variants,
+        timed_by_host=True,
         bound_s=lambda rows: product.arithmetic_s(rows) / _WINOGRAD,
         arithmetic_s=product.arithmetic_s,
         features=_convolution_features,
@@ -147,17 +155,21 @@ def _numbers(sheet: Sheet) -> dict[str, Floats]:
     return {name: getattr(sheet, name) for name in Sheet.__dataclass_fields__}
 
 
-def _memory() -> Family:
+def _memory(name: str, dtype: str, element_bytes: float, floor_s: tuple[float, float], *, timed_by_host: bool) -> Family:
+    def seconds(constants: Floats, rows: Rows) -> Floats:
+        return memory_seconds(constants, rows.op, rows.dims, rows.sheet, floor_in_clocks=not timed_by_host)
+
     return Family(
-        name="memory",
-        dtype="float32",
+        name=name,
+        dtype=dtype,
         dims=("bytes", "rows", "element_bytes", "reduces"),
-        constants=memory_constants(),
-        variants=(lambda constants, rows: memory_seconds(constants, rows.op, rows.dims, rows.sheet),),
+        constants={**memory_constants(), "floor_s": floor_s},
+        variants=(seconds,),
         bound_s=lambda rows: rows.dims["bytes"] / rows.sheet.bandwidth,
         arithmetic_s=lambda rows: np.zeros(len(rows)),
         features=lambda rows, analytic: memory_features(rows.op, rows.dims, rows.sheet, analytic),
-        smallest={"bytes": 1024, "rows": 1, "element_bytes": 4, "reduces": 0},
+        smallest={"bytes": 1024, "rows": 1, "element_bytes": element_bytes, "reduces": 0},
+        timed_by_host=timed_by_host,
     )
 
 
@@ -167,10 +179,11 @@ FAMILY_MODELS: Mapping[str, Family] = {
         _product("gemm16", "bfloat16", 2, 2),
         _product("gemm8", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm4", "float4", 0.5625, 2, floor_s=(4.0e-6, 0.3)),
-        _product("gemm32", "float32", 4, 4),
-        _product("bgemm32", "float32", 4, 4),
+        _product("gemm32", "float32", 4, 4, timed_by_host=True),
+        _product("bgemm32", "float32", 4, 4, timed_by_host=True),
         _convolution(),
         _attention(),
-        _memory(),
+        _memory("memory32", "float32", 4, (25e-6, 0.5), timed_by_host=True),
+        _memory("memory16", "float16", 2, (2.5e-6, 0.4), timed_by_host=False),
     )
 }

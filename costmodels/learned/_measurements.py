@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["Imported", "Measurements", "concatenate"]
+__all__ = ["Imported", "Measurements", "concatenate", "row_codes"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Names = np.ndarray[tuple[int], np.dtype[np.object_]]
@@ -53,16 +53,30 @@ class Measurements:
 
     def median_per_shape(self) -> Measurements:
         """One row per (device, op, dtype, dims): the median over software and repeats."""
-        keys = [self.device, self.op, self.dtype, *self.dims.values()]
-        codes = [np.unique(key, return_inverse=True)[1] for key in keys]
-        combined = np.zeros(len(self), dtype=np.int64)
-        for code in codes:
-            combined = np.unique(combined * (int(code.max(initial=0)) + 1) + code, return_inverse=True)[1]
-        order = np.lexsort((self.latency_s, combined))
-        starts = np.flatnonzero(np.diff(combined[order], prepend=-1))
-        counts = np.diff(starts, append=len(order))
+        order, starts, counts = self._shapes()
         low, high = order[starts + (counts - 1) // 2], order[starts + counts // 2]
         return replace(self.at(low), latency_s=np.sqrt(self.latency_s[low] * self.latency_s[high]))
+
+    def fastest_per_shape(self) -> Measurements:
+        """One row per (device, op, dtype, dims): the fastest."""
+        order, starts, _ = self._shapes()
+        return self.at(order[starts])
+
+    def _shapes(self) -> tuple[Any, Any, Any]:
+        """Rows in order of shape then latency; where each shape starts in that order; how many rows it has."""
+        combined = row_codes([self.device, self.op, self.dtype, *self.dims.values()])
+        order = np.lexsort((self.latency_s, combined))
+        starts = np.flatnonzero(np.diff(combined[order], prepend=-1))
+        return order, starts, np.diff(starts, append=len(order))
+
+
+def row_codes(keys: Sequence[Any]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """The same number for rows that are equal in every key."""
+    combined = np.zeros(len(keys[0]), dtype=np.int64)
+    for key in keys:
+        code = np.unique(key, return_inverse=True)[1]
+        combined = np.unique(combined * (int(code.max(initial=0)) + 1) + code, return_inverse=True)[1].astype(np.int64)
+    return combined
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ def memory_constants() -> dict[str, tuple[float, float]]:
     }
 
 
-def memory_seconds(constants: Floats, op: Ints, dims: Dims, sheet: Sheet) -> Floats:
+def memory_seconds(constants: Floats, op: Ints, dims: Dims, sheet: Sheet, *, floor_in_clocks: bool) -> Floats:
     """Seconds of each kernel; `op` indexes MEMORY_OPS. A row of few bytes leaves its multiprocessor waiting."""
     floor, power, row_s, share = np.exp(constants[:4])
     reached = share * np.exp(constants[4:])[op]
@@ -44,7 +44,7 @@ def memory_seconds(constants: Floats, op: Ints, dims: Dims, sheet: Sheet) -> Flo
     waves = np.ceil(dims["rows"] / (16.0 * sheet.multiprocessors))
     reduced = np.where(dims["reduces"] > 0, waves * row_s * clocks, 0.0)
     moving = np.maximum(traffic, reduced)
-    least = floor * clocks
+    least = floor * (clocks if floor_in_clocks else 1.0)
     most = np.maximum(moving, least)
     found: Floats = most * ((least / most) ** power + (moving / most) ** power) ** (1.0 / power)
     return found

@@ -3,8 +3,8 @@
     seconds = analytic(constants, shape, data sheet) · exp(weight · residual)
 
 Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; on a `new` one
-half of the residual counts, since it half carries over; a `far` one (peak or bandwidth FAR times beyond the trained
-range) gets the analytic core alone. Two models trained on one device only never use a residual elsewhere.
+a share of the residual counts that did best on held-out devices; a `far` one (peak or bandwidth FAR times beyond the
+trained range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class FamilyModel:
     sheets: Mapping[str, Sheet]
     domain: Mapping[str, tuple[float, float]]
     ops: tuple[str, ...] = ()
+    weight: float = 0.5
     spreads: Spreads = field(default_factory=lambda: _PRIOR_SPREADS)
     facts: Mapping[str, object] = field(default_factory=dict)
 
@@ -97,12 +98,15 @@ class FamilyModel:
             return np.zeros(len(rows))
         return self.boost.predict(columns_of(FAMILY_MODELS[self.family], rows, analytic, like or rows.sheet))
 
-    def predict(self, rows: Rows, device: str) -> Prediction:
-        """Rows of one device, whose sheet has one entry."""
+    def predict(self, rows: Rows, device: str, floor_s: float | None = None) -> Prediction:
+        """Rows of one device, whose sheet has one entry. A measured floor of a device not trained on replaces the
+        fitted one; so does `floor_s`, on every device."""
         family, sheet = FAMILY_MODELS[self.family], rows.sheet
         status = self.status(device, sheet)
         floor = float(sheet.floor_s[0])
-        analytic = self.analytic(rows, floor if status != "seen" and np.isfinite(floor) else None)
+        if floor_s is None and status != "seen" and np.isfinite(floor) and not family.timed_by_host:
+            floor_s = floor
+        analytic = self.analytic(rows, floor_s)
         if status == "seen":
             logs = analytic + self.residual(rows, analytic)
         elif status == "sibling":
@@ -113,7 +117,7 @@ class FamilyModel:
         elif _one_kind(self.sheets):
             logs = self._from_one_kind(rows, analytic)
         else:
-            logs = analytic + 0.5 * self.residual(rows, analytic)
+            logs = analytic + self.weight * self.residual(rows, analytic)
         logs = np.maximum(logs, np.log(family.bound_s(rows)))
         inside = np.ones(len(rows), dtype=bool)
         for name, (low, high) in self.domain.items():
@@ -160,7 +164,7 @@ def _with_floor(family: Family, variant: object, constants: Floats, sheet: Sheet
         sheet=sheet,
     )
     assert callable(variant)
-    scale = 1.8e9 / sheet.clock_hz[0]
+    scale = 1.0 if family.timed_by_host else 1.8e9 / sheet.clock_hz[0]
     rest = float(variant(constants, smallest)[0]) - float(np.exp(constants[0])) * scale
     changed = constants.copy()
     changed[0] = np.log(max(floor_s - rest, _LEAST_FLOOR * floor_s) / scale)

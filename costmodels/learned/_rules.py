@@ -19,7 +19,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
-from simpart.costmodels.learned._measurements import Measurements
+from simpart.costmodels.learned._measurements import Measurements, row_codes
 from simpart.costmodels.learned._sheet import Sheet
 
 __all__ = ["RULES", "TIMER_STEP_S", "judge"]
@@ -66,13 +66,9 @@ def _slack(family: str) -> float:
 
 
 def _repeated(table: Measurements) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-    keys = [table.device, table.software, table.op, table.latency_s, *table.dims.values()]
-    combined = np.zeros(len(table), dtype=np.int64)
-    for key in keys:
-        code = np.unique(key, return_inverse=True)[1]
-        combined = np.unique(combined * (int(code.max(initial=0)) + 1) + code, return_inverse=True)[1]
+    keys = [table.device, table.software, table.op, table.split, table.latency_s, *table.dims.values()]
     first = np.zeros(len(table), dtype=bool)
-    first[np.unique(combined, return_index=True)[1]] = True
+    first[np.unique(row_codes(keys), return_index=True)[1]] = True
     return ~first
 
 

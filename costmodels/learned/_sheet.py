@@ -3,7 +3,8 @@
 Sustained peak: matrix units run below their data-sheet rate when the board cannot feed the chip. Under a power cap the
 clock falls with the cube root of the power per multiprocessor and hertz (dynamic power grows with f·V², V with f); and
 the best rate anyone reached falls with the peak per watt, by `_PEAK_PER_WATT` on devices of one vendor (the table of
-best matrix products published in stas00/ml-engineering: A100 0.87 and B200 0.78 of their peaks).
+best matrix products published in stas00/ml-engineering: A100 0.87 and B200 0.78 of their peaks). Outside matrix units
+what counts is the power per peak: V100 (18 pJ a FLOP) holds its peak, A100 (13) 0.86 of it, H100 (10) 0.78.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ __all__ = ["NUMBERS", "Sheet", "distance", "sheet_of", "stack_sheets"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-_WATT_PER_SM_HZ = 2.6e-9  # what A100 and H100 (SXM) provide: enough to hold the boost clock
+_WATT_PER_SM_HZ = 2.6e-9  # what A100 and H100 (SXM) provide: enough to hold the boost clock in matrix units
 _POWER_SHARE = 1 / 3
+_VECTOR_WATT_PER_FLOPS = 16e-12  # V100: enough to hold the boost clock in float32 outside matrix units
+_VECTOR_POWER_SHARE = 1 / 2
 _PEAK_PER_WATT = 0.12
 _TYPICAL_FLOPS_PER_WATT = 1.4e12
 
@@ -64,9 +67,11 @@ def sheet_of(device: Device, dtype: str) -> tuple[Sheet, dict[str, str], float]:
     widened = float(np.sqrt(sum(_ASSUMED[name][1] ** 2 for name in assumed)))
     peak, tensor = device.peak(dtype), dtype not in ("float32", "float64")
     per_sm = found["power_w"] / (found["multiprocessors"] * found["clock_hz"])
-    share = min(1.0, per_sm / _WATT_PER_SM_HZ) ** _POWER_SHARE
     if tensor:
+        share = min(1.0, per_sm / _WATT_PER_SM_HZ) ** _POWER_SHARE
         share *= (device.peak("float16") / found["power_w"] / _TYPICAL_FLOPS_PER_WATT) ** -_PEAK_PER_WATT
+    else:
+        share = min(1.0, found["power_w"] / peak / _VECTOR_WATT_PER_FLOPS) ** _VECTOR_POWER_SHARE
     numbers = {
         "peak": peak,
         "sustained": peak * share,

@@ -53,7 +53,7 @@ def product_bound_s(dims: Dims, sheet: Sheet) -> Floats:
     return np.maximum(product_flops(dims) / sheet.peak, product_bytes(dims) / sheet.bandwidth)
 
 
-def tile_seconds(constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool) -> Floats:
+def tile_seconds(constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool, floor_in_clocks: bool = True) -> Floats:
     """Seconds of each product. `constants` as logs in the order of TILE_CONSTANTS.
 
     `by_clock` takes a multiprocessor's intake as the mean (in logs) of bytes per clock and its share of the memory
@@ -101,7 +101,7 @@ def tile_seconds(constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool)
     traffic = traffic + np.where(split > 1.0, spilled * split, 0.0)
     most = np.maximum(np.maximum(compute_s, traffic), cached)
     bent = (compute_s / most) ** power + (traffic / most) ** power + (cached / most) ** power
-    return floor * clocks + overhead_s + most * bent ** (1.0 / power)
+    return floor * (clocks if floor_in_clocks else 1.0) + overhead_s + most * bent ** (1.0 / power)
 
 
 def product_features(dims: Dims, sheet: Sheet, analytic: Floats) -> list[Floats]:
