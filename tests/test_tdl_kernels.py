@@ -8,10 +8,29 @@ from typing import Any
 import pytest
 import torch
 
+from simpart.capture import capture
+from simpart.model_spec import parse_model
 from simpart.ops import base_name
-from simpart.tdl import DESCRIPTIONS, Sum, hidden, local_call, opaque, splits_of
+from simpart.signatures import signatures_of
+from simpart.tdl import DESCRIPTIONS, Sum, call_like, hidden, local_call, opaque, splits_of, undescribed_reason
 from simpart.testing.tdl_cases import CASES, NOT_RUN, case_for
-from simpart.testing.tdl_suite import Failure, call_of, check_blocks, check_call, check_split, seeded
+from simpart.testing.tdl_suite import (
+    Case,
+    Failure,
+    call_of,
+    check_blocks,
+    check_call,
+    check_split,
+    seeded,
+    tensors_for,
+)
+
+SMALL = {
+    "gpt": "gpt:layers=2,hidden=32,heads=4,seq=16,vocab=64",
+    "llama": "llama:layers=2,hidden=32,heads=4,kv_heads=2,ffn=48,seq=16,vocab=64",
+    "resnet50": "resnet50:width=8,image=32,classes=8,blocks=1-1-1-1",
+    "unet": "unet:base=8,image=16,depth=2",
+}
 
 
 def check(target: str, seed: int, members: int) -> int:
@@ -40,6 +59,18 @@ def test_parts_give_the_whole_on_many_random_calls(target: str) -> None:
     for seed in range(12):
         for members in (2, 3, 4):
             check(target, seed, members)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "llama", "resnet50", "unet"])
+def test_parts_give_the_whole_for_every_kernel_of_a_captured_model(model: str) -> None:
+    graph = capture(parse_model(SMALL[model]), model=model)
+    _, generator = seeded(0)
+    calls = dict.fromkeys(map(call_like, signatures_of(graph.at(4), 4)))
+    described = [call for call in calls if undescribed_reason(call) is None and "dropout" not in call.target]
+    assert len(described) > 40
+    for call in described:
+        check_call(Case(call, tensors_for(call, 0)), 2, generator)
 
 
 @pytest.mark.parametrize("target", ["aten.convolution.default", "aten.view.default", "aten.native_group_norm.default"])

@@ -21,6 +21,7 @@ from simpart.tdl.expression import (
 )
 from simpart.tdl.index import Index
 from simpart.tdl.registry import describe
+from simpart.tdl.splitting import FLOATS
 
 Coordinates = tuple[Index, ...]
 
@@ -82,10 +83,9 @@ describe("aten.sub")(lambda a, b, alpha=1: lambda *i: at(a, i) - alpha * at(b, i
 describe("aten.rsub")(lambda a, b, alpha=1: lambda *i: at(b, i) - alpha * at(a, i))
 describe("aten.mul")(lambda a, b: lambda *i: at(a, i) * at(b, i))
 describe("aten.neg")(lambda a: lambda *i: -a[i])
-describe(
-    "aten.clone", "aten.detach", "aten.alias", "aten._to_copy", "aten.contiguous", "aten.lift_fresh_copy", "aten.to"
-)(lambda a, *_, **__: lambda *i: a[i])
-describe("aten.copy")(lambda a, b, *_: lambda *i: 0 * a[i] + b.aligned(i))
+describe("aten.clone", "aten.detach", "aten.alias", "aten.contiguous", "aten.lift_fresh_copy")(
+    lambda a, *_, **__: lambda *i: a[i]
+)
 describe("aten.zeros_like")(lambda a, *_, **__: lambda *i: 0 * a[i])
 describe("aten.where")(lambda c, a, b: lambda *i: hidden(at(c, i)) * at(a, i) + hidden(at(c, i)) * at(b, i))
 describe("aten.addcmul")(lambda x, a, b, value=1: lambda *i: at(x, i) + value * at(a, i) * at(b, i))
@@ -96,6 +96,18 @@ describe("aten.lerp")(lambda a, b, w: lambda *i: at(a, i) * hidden(at(w, i)) + a
 @describe("aten.div")
 def div(a: Any, b: Any, rounding_mode: str | None = None) -> Any:
     return pointwise(a, b) if rounding_mode else lambda *i: at(a, i) / at(b, i)
+
+
+@describe("aten._to_copy", "aten.to")
+def to_copy(a: Tensor, *_: Any, dtype: Any = None, **__: Any) -> Any:
+    """Linear unless it rounds to whole numbers."""
+    name = dtype["dtype"] if isinstance(dtype, dict) else a.dtype
+    return (lambda *i: a[i]) if name.startswith(FLOATS) else pointwise(a)
+
+
+@describe("aten.copy")
+def copy(a: Tensor, b: Tensor, *_: Any) -> Any:
+    return (lambda *i: 0 * a[i] + b.aligned(i)) if a.dtype.startswith(FLOATS) else pointwise(a, b)
 
 
 @describe("aten.masked_fill")

@@ -16,6 +16,8 @@ DESCRIPTIONS: dict[str, Describe] = {}
 REASONS: dict[str, str] = {
     "aten.as_strided": "its argument is a memory layout, which says nothing about dims",
     "aten.as_strided_scatter": "its argument is a memory layout, which says nothing about dims",
+    "aten._embedding_bag": "where a bag begins depends on data",
+    "aten._embedding_bag_backward": "where a bag begins depends on data",
     "aten.nonzero": "the size of its result depends on data",
     "aten.masked_select": "the size of its result depends on data",
     "aten.unique": "the size of its result depends on data",

@@ -37,6 +37,7 @@ from simpart.tdl.tracing import Call, Description, Output, trace
 __all__ = ["Exchange", "Follower", "Split", "described", "following", "splits"]
 
 MAX_LINEAR_SETS = 32
+FLOATS = ("float", "bfloat", "complex")
 
 
 @dataclass(frozen=True, slots=True)
@@ -442,7 +443,7 @@ def _linear_sets(description: Description) -> tuple[frozenset[int], ...]:
     found: dict[frozenset[int], None] = {}
     for output in description.outputs:
         found.update(dict.fromkeys(_linear(output.body)))
-    floats = {t.position for t in description.tensors if t.dtype.startswith(("float", "bfloat", "complex"))}
+    floats = {t.position for t in description.tensors if t.dtype.startswith(FLOATS)}
     return tuple(sorted((s for s in found if s and s <= floats), key=lambda s: (len(s), sorted(s))))
 
 

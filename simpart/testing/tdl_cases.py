@@ -110,6 +110,7 @@ def add(**made: Make) -> None:
 
 
 def _words(text: str) -> list[str]:
+    """The names of kernels that are drawn alike."""
     return text.split()
 
 
@@ -118,71 +119,12 @@ def _gradient(*more: float) -> Make:
 
 
 # --- pointwise -------------------------------------------------------------------------------------------------------
-for _name in [
-    "square",
-    "sqrt",
-    "rsqrt",
-    "exp",
-    "exp2",
-    "expm1",
-    "log",
-    "log2",
-    "log10",
-    "log1p",
-    "abs",
-    "sign",
-    "sgn",
-    "sin",
-    "cos",
-    "tan",
-    "asin",
-    "acos",
-    "atan",
-    "sinh",
-    "cosh",
-    "tanh",
-    "sigmoid",
-    "erf",
-    "erfc",
-    "erfinv",
-    "reciprocal",
-    "ceil",
-    "floor",
-    "round",
-    "trunc",
-    "frac",
-    "logical_not",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "relu",
-    "gelu",
-    "silu",
-    "mish",
-    "elu",
-    "selu",
-    "celu",
-    "leaky_relu",
-    "hardtanh",
-    "hardswish",
-    "hardsigmoid",
-    "softplus",
-    "neg",
-    "clone",
-    "detach",
-    "alias",
-    "lift_fresh_copy",
-    "nan_to_num",
-    "sinc",
-    "ones_like",
-    "zeros_like",
-    "empty_like",
-    "rand_like",
-    "randn_like",
-    "logit",
-    "_to_copy",
-    "bernoulli",
-]:
+for _name in _words("""
+    square sqrt rsqrt exp exp2 expm1 log log2 log10 log1p abs sign sgn sin cos tan asin acos atan sinh cosh
+    tanh sigmoid erf erfc erfinv reciprocal ceil floor round trunc frac logical_not isnan isinf isfinite relu
+    gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus neg clone detach alias
+    lift_fresh_copy nan_to_num sinc ones_like zeros_like empty_like rand_like randn_like logit bernoulli
+"""):
     CASES[f"aten.{_name}.default"] = lambda d: (d.positive(*d.rank()),)
 for _name in _words("""
     maximum minimum atan2 hypot fmax fmin heaviside
@@ -210,17 +152,10 @@ for _name in _words("""
     bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ bitwise_left_shift
 """):
     CASES[f"aten.{_name}.Tensor"] = lambda d: _pair(d, lambda *s: d.whole(9, *s))
-for _name in [
-    "threshold_backward",
-    "tanh_backward",
-    "sigmoid_backward",
-    "gelu_backward",
-    "silu_backward",
-    "hardswish_backward",
-    "hardsigmoid_backward",
-    "mish_backward",
-    "logit_backward",
-]:
+for _name in _words("""
+    threshold_backward tanh_backward sigmoid_backward gelu_backward silu_backward hardswish_backward
+    hardsigmoid_backward mish_backward logit_backward
+"""):
     CASES[f"aten.{_name}.default"] = _gradient(*((0.3,) if _name == "threshold_backward" else ()))
 
 
@@ -243,6 +178,7 @@ def _dim(d: Draw, x: torch.Tensor) -> int:
 
 
 add(
+    _to_copy=lambda d: ([d.real(*d.rank())], {"dtype": d.pick(torch.float64, torch.int64, torch.bool)}),
     pow__Tensor_Scalar=lambda d: (d.positive(*d.rank()), d.pick(2, 3, 0.5)),
     pow__Tensor_Tensor=lambda d: _pair(d),
     clamp=lambda d: (d.real(*d.rank()), -0.3, 0.6),
