@@ -21,7 +21,7 @@ from simpart.schedule import Rows, Schedule, check_rows
 from simpart.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
 
 __all__ = [
-    "Evaluation", "MemoryRow", "SimResult", "evaluate", "makespan", "peak_in_flight", "sample_steps", "simulate",
+    "Evaluation", "MemoryRow", "SimResult", "chain_times", "evaluate", "makespan", "peak_in_flight", "sample_steps", "simulate",
     "simulate_plan",
 ]  # fmt: skip
 
@@ -233,22 +233,32 @@ def makespan(
     >>> makespan(one_f_one_b([0, 1], 2), [1, 1], [2, 2])
     (9.0, (2, 1))
     """
+    halves = [b / 2 for b in backward_s]
+    times = chain_times(rows, forward_s, halves, halves, latency_s)
+    return times.makespan_s, peak_in_flight(rows, len(forward_s))
+
+
+def chain_times(
+    rows: Rows, forward_s: Sequence[float], input_s: Sequence[float], weight_s: Sequence[float], latency_s: float = 0.0
+) -> Times:
+    """`makespan` for a backward of two parts: all starts and ends."""
     stages = len(forward_s)
     homes = [next((g for g, row in enumerate(rows) if any(a.stage == s for a in row)), -1) for s in range(stages)]
     if -1 in homes:
         raise UserError(f"stage {homes.index(-1)} has no action in the schedule; give it a row or drop it")
     micro_batches = 1 + max(action.micro_batch for row in rows for action in row)
-    check_rows(rows, homes, micro_batches)
+    if all(homes[a.stage] == g for g, row in enumerate(rows) for a in row if a.stage < stages):
+        check_rows(rows, homes, micro_batches)
     chain = tuple(StageEdge(s, s + 1) for s in range(stages - 1))
     shape = Shape(tuple(homes), Schedule(kind="explicit"), micro_batches, chain, transfers="lags")
     topology = build_topology(shape, actions_of_rows(rows))
     task_s = np.zeros(len(topology.class_names))
     for s in range(stages):
-        halves = (("I", backward_s[s] / 2), ("W", backward_s[s] / 2))
-        for kind, seconds in (("F", forward_s[s]), ("B", backward_s[s]), *halves):
+        whole = input_s[s] + weight_s[s]
+        for kind, seconds in (("F", forward_s[s]), ("B", whole), ("I", input_s[s]), ("W", weight_s[s])):
             task_s[class_of_action(s, kind)] = seconds
     durations = Durations(task_s=task_s, lag_s=np.full(max(1, 2 * len(chain)), float(latency_s)))
-    return compiled.times(topology, durations).makespan_s, peak_in_flight(rows, stages)
+    return compiled.times(topology, durations)
 
 
 def peak_in_flight(rows: Rows, stages: int) -> tuple[int, ...]:

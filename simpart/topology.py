@@ -11,7 +11,7 @@ import numpy as np
 from simpart.engines.order import Deadlock, static_order
 from simpart.errors import UserError
 from simpart.program import TaskKind, Topology
-from simpart.schedule import Action, Rows, Schedule
+from simpart.schedule import Action, Rows, Schedule, grid
 
 __all__ = [
     "Reduction", "Shape", "StageEdge", "build_topology", "class_of_action", "class_of_reduction", "class_of_send",
@@ -130,24 +130,30 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
     task_of = np.arange(actions.stage.size) + shift[row_of]
     group_indptr = actions.indptr + np.concatenate([[0], np.cumsum(extra)])
 
-    at = np.full((stages, 4, count), -1, dtype=np.int64)
+    at, row_at = np.full((2, stages, 4, count), -1, dtype=np.int64)
     at[actions.stage, actions.kind, actions.micro_batch] = task_of
-    forward, backward = at[:, 0], np.where(at[:, 1] >= 0, at[:, 1], at[:, 2])  # what gives the input's gradient
-
-    links = _links(shape, forward, backward) if shape.transfers == "tasks" else []
-    size = int(group_indptr[-1]) + count * sum(len(link.sends) for link in links)
+    row_at[actions.stage, actions.kind, actions.micro_batch] = row_of
+    split = at[:, 1] < 0
+    forward, backward = at[:, 0], np.where(split, at[:, 2], at[:, 1])  # I or B gives the input's gradient
+    forward_row, backward_row = row_at[:, 0], np.where(split, row_at[:, 2], row_at[:, 1])
+    hops = []
+    for e, edge in enumerate(shape.edges):
+        a, b = edge.source, edge.target
+        hops.append(_Hop(e, False, forward[a].copy(), forward[b], forward_row[a], forward_row[b]))
+        if edge.backward:
+            hops.append(_Hop(e, True, backward[b].copy(), backward[a], backward_row[b], backward_row[a]))
+    links = _links(hops, groups) if shape.transfers == "tasks" else []
+    loads = [sum(part.size for _, part in link.sends) for link in links]
+    size = int(group_indptr[-1]) + sum(loads)
     resource, kind, stage, micro_batch, task_class, degree = np.full((6, size), -1, dtype=np.int64)
     resource[: group_indptr[-1]] = np.repeat(np.arange(groups), np.diff(group_indptr))
     kind[task_of], stage[task_of], micro_batch[task_of] = actions.kind, actions.stage, actions.micro_batch
     task_class[task_of] = 4 * actions.stage + actions.kind
 
-    reads = [[(e, edge) for e, edge in enumerate(shape.edges) if edge.target == s] for s in range(stages)]
-    returns = [
-        [(e, edge) for e, edge in enumerate(shape.edges) if edge.source == s and edge.backward] for s in range(stages)
-    ]
     degrees = np.zeros((stages, 4), dtype=np.int64)
-    degrees[:, 0] = [len(r) for r in reads]
-    degrees[:, 1] = degrees[:, 2] = [len(r) for r in returns]
+    for edge in shape.edges:
+        degrees[edge.target, 0] += 1
+        degrees[edge.source, 1:3] += edge.backward
     degree[task_of] = degrees[actions.stage, actions.kind]
     degree[group_indptr[-1] :] = 1
 
@@ -168,34 +174,32 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
 
     indptr = np.concatenate([[0], np.cumsum(degree)]).astype(np.int64)
     predecessors, lag = np.full((2, int(indptr[-1])), -1, dtype=np.int64)
-    send_of: dict[tuple[int, bool], Ints] = {}
     first = int(group_indptr[-1])
     for r, link in enumerate(links):
-        queue = np.argsort(np.concatenate([producer for _, _, producer in link.sends]), kind="stable")
+        queue = np.argsort(np.concatenate([hop.source[part] for hop, part in link.sends]), kind="stable")
         place = np.empty_like(queue)
         place[queue] = first + np.arange(queue.size)
-        for part, (e, back, producer) in zip(place.reshape(-1, count), link.sends, strict=True):
-            resource[part], kind[part], micro_batch[part] = groups + r, TaskKind.SEND, np.arange(count)
-            stage[part] = shape.edges[e].target if back else shape.edges[e].source
-            task_class[part] = class_of_send(shape, e, back)
-            predecessors[indptr[part]] = producer
-            send_of[e, back] = part
+        for hop, part in link.sends:
+            mine, place = place[: part.size], place[part.size :]
+            resource[mine], kind[mine], micro_batch[mine] = groups + r, TaskKind.SEND, part
+            stage[mine] = shape.edges[hop.edge].target if hop.backward else shape.edges[hop.edge].source
+            task_class[mine] = class_of_send(shape, hop.edge, hop.backward)
+            predecessors[indptr[mine]] = hop.source[part]
+            hop.source[part] = mine  # what is waited for at the other end
         first += queue.size
-    for s in range(stages):
-        for k, (e, edge) in enumerate(reads[s]):
-            edges_in = indptr[forward[s]] + k
-            predecessors[edges_in] = send_of.get((e, False), forward[edge.source])
-            lag[edges_in] = _lag(shape, e, False)
-        for k, (e, edge) in enumerate(returns[s]):
-            edges_in = indptr[backward[s]] + k
-            predecessors[edges_in] = send_of.get((e, True), backward[edge.target])
-            lag[edges_in] = _lag(shape, e, True)
+    filled = np.zeros((stages, 2), dtype=np.int64)  # predecessors given so far to a stage's forwards and backwards
+    for hop in hops:
+        edge = shape.edges[hop.edge]
+        reader = edge.source if hop.backward else edge.target
+        edges_in = indptr[hop.target] + filled[reader, int(hop.backward)]
+        filled[reader, int(hop.backward)] += 1
+        predecessors[edges_in] = hop.source
+        if shape.transfers == "lags":
+            lag[edges_in] = np.where(hop.source_row != hop.target_row, 2 * hop.edge + hop.backward, -1)
     for i, others in joins:
         predecessors[indptr[i] : indptr[i + 1]] = others
 
-    resource_indptr = np.concatenate(
-        [group_indptr, group_indptr[-1] + np.cumsum([count * len(k.sends) for k in links])]
-    )
+    resource_indptr = np.concatenate([group_indptr, group_indptr[-1] + np.cumsum(loads)])
     resource_indptr, resource_order = resource_indptr.astype(np.int64), np.arange(size)
     try:
         order = static_order(indptr, predecessors, resource, resource_indptr, resource_order)
@@ -209,30 +213,33 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
     )  # fmt: skip
 
 
+class _Hop(NamedTuple):
+    """What crosses an edge in one direction: by micro-batch the tasks that make and that need it, and their rows."""
+
+    edge: int
+    backward: bool
+    source: Ints
+    target: Ints
+    source_row: Ints
+    target_row: Ints
+
+
 class _Link(NamedTuple):
     name: str
-    sends: list[tuple[int, bool, Ints]]  # edge, backward, producing tasks by micro-batch
+    sends: list[tuple[_Hop, Ints]]  # and which micro-batches
 
 
-def _links(shape: Shape, forward: Ints, backward: Ints) -> list[_Link]:
+def _links(hops: list[_Hop], groups: int) -> list[_Link]:
     """Directed links between groups with all that is sent over them."""
     found: dict[tuple[int, int], _Link] = {}
-    for e, edge in enumerate(shape.edges):
-        source, target = shape.group_of_stage[edge.source], shape.group_of_stage[edge.target]
-        if source == target:
-            continue
-        there = found.setdefault((source, target), _Link(f"link {source}>{target}", []))
-        there.sends.append((e, False, forward[edge.source]))
-        if edge.backward:
-            back = found.setdefault((target, source), _Link(f"link {target}>{source}", []))
-            back.sends.append((e, True, backward[edge.target]))
+    for hop in hops:
+        pair = hop.source_row * groups + hop.target_row
+        for code in pair[:1] if (pair == pair[0]).all() else np.unique(pair):
+            source, target = divmod(int(code), groups)
+            if source != target:
+                link = found.setdefault((source, target), _Link(f"link {source}>{target}", []))
+                link.sends.append((hop, np.flatnonzero(pair == code)))
     return list(found.values())
-
-
-def _lag(shape: Shape, edge: int, backward: bool) -> int:
-    source, target, _ = shape.edges[edge]
-    remote = shape.group_of_stage[source] != shape.group_of_stage[target]
-    return 2 * edge + backward if remote and shape.transfers == "lags" else -1
 
 
 def _class_names(shape: Shape, groups: int) -> tuple[str, ...]:
@@ -266,19 +273,16 @@ def _deadlock_error(
         cause = task if kind[task] != TaskKind.SEND else int(predecessors[indptr[task]])
         if cause in set(task_of[_behind(actions, task_of, deadlock.stuck)].tolist()):
             break
-    lines = []
-    for g in range(max(0, row - 8), min(len(actions.indptr) - 1, row + 9)):
-        span = range(
-            int(actions.indptr[g]) + max(0, column - 8),
-            min(int(actions.indptr[g + 1]), int(actions.indptr[g]) + column + 9),
-        )
-        cells = [f">{action(int(task_of[i]))}<" if i == at else f" {action(int(task_of[i]))} " for i in span]
-        lines.append(f"group {g}: " + " ".join(cell.rjust(7) for cell in cells))
+    rows = [
+        [action(int(t)) for t in task_of[actions.indptr[g] : actions.indptr[g + 1]][: column + 9]]
+        if abs(g - row) < 9
+        else []
+        for g in range(len(actions.indptr) - 1)
+    ]
     name = str(action(int(task_of[at])))
     return UserError(
         f"the schedule deadlocks: group {row} cannot run {name} (action {column}), which waits for {action(cause)}; "
-        f"move {name} behind what {action(cause)} needs. Actions {max(0, column - 8)} to {column + 8} of each group:\n"
-        + "\n".join(lines)
+        f"move {name} behind what {action(cause)} needs. Around it:\n{grid(rows, (row, column))}"
     )
 
 
