@@ -1,0 +1,95 @@
+"""Pins: what a person, or a preset, says of a few tensors on one axis; everything else follows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Literal
+
+from simpart.errors import UnknownNameError, UserError
+from simpart.graph import Graph, Source, named
+from simpart.placement import Placement, Shard
+from simpart.sharding._regions import Wiring
+
+__all__ = ["Pin", "Pinned", "divisors", "pinned"]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """How parameters, graph inputs (by position) or first outputs of kernels lie; `pattern` matches their names, ids
+    of kernels are as in `plan.kernel_ids`. The first pin that matches holds."""
+
+    kind: Literal["parameter", "input", "kernel"]
+    pattern: str
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class Pinned:
+    """Pins found in a graph: placements of sources by kernel-level value number, and of kernels' first outputs by
+    number in `graph.flat`."""
+
+    values: Mapping[int, Placement]
+    kernels: Mapping[int, Placement]
+
+
+def pinned(graph: Graph, wiring: Wiring, pins: Sequence[Pin], axis: str, size: int, micro_batch: int) -> Pinned:
+    """Raises UserError for a pattern that matches nothing, or a placement that a tensor of this size cannot have."""
+    values: dict[int, Placement] = {}
+    kernels: dict[int, Placement] = {}
+    used: set[Pin] = set()
+    wanted = [p for p in pins if p.kind != "kernel"]
+    for value, source in _sources(graph, wiring) if wanted else ():
+        for pin in wanted:
+            if pin.kind == source.kind and _matches(source, pin.pattern):
+                used.add(pin)
+                _check(f"{source.kind} {source.name}", source.spec.shape(micro_batch), pin.placement, axis, size)
+                values[value] = pin.placement
+                break
+    for pin in (p for p in pins if p.kind == "kernel"):
+        for k, name in enumerate(wiring.ids):
+            if k not in kernels and (name == pin.pattern or fnmatchcase(name, pin.pattern)):
+                used.add(pin)
+                spec = graph.kernel_classes[int(graph.flat.kernel_class[k])].outputs[0]
+                _check(f"kernel {name}", spec.shape(micro_batch), pin.placement, axis, size)
+                kernels[k] = pin.placement
+    for pin in pins:
+        if pin not in used:
+            known = wiring.ids if pin.kind == "kernel" else [s.name for _, s in _sources(graph, wiring)
+                                                             if s.kind == pin.kind]  # fmt: skip
+            raise UnknownNameError(f"pinned {pin.kind}", pin.pattern, list(known)[:8])
+    return Pinned(values, kernels)
+
+
+def _sources(graph: Graph, wiring: Wiring) -> Iterable[tuple[int, Source]]:
+    yield from enumerate(graph.sources)
+    for first, call in zip(wiring.offsets, graph.calls, strict=True):
+        for i, source in enumerate(graph.templates[call.template].sources):
+            yield first + i, named(source, call.variables)
+
+
+def _matches(source: Source, pattern: str) -> bool:
+    return any(fnmatchcase(name, pattern) for name in (source.name, *source.aliases))
+
+
+def _check(what: str, shape: tuple[int, ...], placement: Placement, axis: str, size: int) -> None:
+    if not isinstance(placement, Shard) or size == 1:
+        return
+    fitting = [str(d) for d, n in enumerate(shape) if n % size == 0]
+    other = f"dim {' or '.join(fitting)} can be" if fitting else "none of its dims can be"
+    if placement.dim >= len(shape):
+        raise UserError(f"{what} has {len(shape)} dims, got a pin to {placement}; on {axis}={size} {other} split")
+    span = placement.block or shape[placement.dim]
+    if span % size or shape[placement.dim] % span:
+        kind = "block" if placement.block else f"dim {placement.dim} of {what}"
+        raise UserError(
+            f"{axis} must divide the {kind} of size {span} to split {what} by {placement}, got {axis}={size}; "
+            f"try {divisors(span)}, or pin another dim ({other} split)"
+        )
+
+
+def divisors(n: int, limit: int = 64) -> str:
+    """Axis sizes that divide a number: the smaller ones."""
+    found = [str(d) for d in range(2, min(n, limit) + 1) if n % d == 0]
+    return ", ".join(found) if found else "1"
