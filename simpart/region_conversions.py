@@ -49,14 +49,14 @@ def part_of(box: Box, scheme: Placement, parts: int, number: int) -> Box | None:
 def step_cost(source: Box, lies: Placement, target: Box, needed: Placement, parts: int) -> int | None:
     """Elements received in one worker group when its `source` box, lying one way, is needed as `target` another way.
 
-    What lies outside the source was fetched by an earlier step; a group that needs all of it whole passes it on
-    once more. None if a cut does not divide its box.
+    What lies outside the source was fetched by an earlier step, and what of a pending sum lies outside the target goes
+    to other groups; where a group needs or sums all of it, it moves within the group once more. None if a cut does not
+    divide its box.
     """
     if any(part_of(b, p, parts, 0) is None for b, p in ((source, lies), (target, needed))):
         return None
-    inside = overlap(source, target)
     if isinstance(lies, Partial):
-        return (parts - 1) * inside * (2 if isinstance(needed, Replicate) else 1)
+        return (parts - 1) * area(source) * (2 if isinstance(needed, Replicate) else 1)
     if isinstance(lies, Replicate):
         return 0
     total = 0
@@ -64,7 +64,7 @@ def step_cost(source: Box, lies: Placement, target: Box, needed: Placement, part
         held, wanted = part_of(source, lies, parts, number), part_of(target, needed, parts, number)
         assert held is not None and wanted is not None
         total += overlap(wanted, source) - overlap(wanted, held)
-    return total + ((parts - 1) * (area(target) - inside) if isinstance(needed, Replicate) else 0)
+    return total + ((parts - 1) * (area(target) - overlap(source, target)) if isinstance(needed, Replicate) else 0)
 
 
 def device_level_cost(

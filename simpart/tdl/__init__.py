@@ -24,10 +24,11 @@ from simpart.tdl.expression import (
     shared,
     whole,
 )  # fmt: skip
+from simpart.tdl.follow import Exchange
 from simpart.tdl.index import DescriptionError, Index
 from simpart.tdl.local import local_call
 from simpart.tdl.registry import DESCRIPTIONS, describe, description_of, reason_against
-from simpart.tdl.splitting import Exchange, Split
+from simpart.tdl.splitting import Split
 from simpart.tdl.strategies import (
     is_elementwise,
     mesh_strategies,

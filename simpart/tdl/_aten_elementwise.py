@@ -20,8 +20,8 @@ from simpart.tdl.expression import (
     opaque,
 )
 from simpart.tdl.index import Index
+from simpart.tdl.linearity import FLOATS
 from simpart.tdl.registry import describe
-from simpart.tdl.splitting import FLOATS
 
 Coordinates = tuple[Index, ...]
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from math import floor
 
 from simpart.tdl.expression import Reduction
+from simpart.tdl.follow import Follower
 from simpart.tdl.interval import interval_of
 from simpart.tdl.layout import Cut, Unsplittable, chunk
-from simpart.tdl.splitting import Follower
 from simpart.tdl.tracing import Description
 
 __all__ = ["LoopSplit", "loop_splits", "loops_of"]

@@ -12,40 +12,18 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from math import ceil, prod
+from math import ceil
 from typing import Any
 
 from simpart.placement import AxisStrategy, Halo, Partial, Placement, Replicate, Shard
-from simpart.tdl.expression import (
-    Access,
-    Binary,
-    Choose,
-    Constant,
-    Expression,
-    Extent,
-    Opaque,
-    Pick,
-    Position,
-    Reduction,
-    Shared,
-    Whole,
-)
+from simpart.tdl.expression import Access
+from simpart.tdl.follow import Exchange, Follower
 from simpart.tdl.index import Index
 from simpart.tdl.layout import Cut, Cuts, DimCut, Key, Unsplittable, Window, cut_for, cuts_of, dim_cut
+from simpart.tdl.linearity import linear_sets
 from simpart.tdl.tracing import Call, Description, Output, trace
 
-__all__ = ["Exchange", "Follower", "Split", "described", "following", "splits"]
-
-MAX_LINEAR_SETS = 32
-FLOATS = ("float", "bfloat", "complex")
-
-
-@dataclass(frozen=True, slots=True)
-class Exchange:
-    """An all-reduce inside the kernel: a statistic of `elements` numbers."""
-
-    reducer: str
-    elements: int
+__all__ = ["Split", "described", "following", "splits"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +67,13 @@ def splits(function: Callable[..., Any], call: Call, members: int, uneven: bool 
                 whole = low == 1 and high == key[1] and uneven and (members - 1) * ceil(steps / members) < steps
                 if steps % members == 0 or whole:
                     found += _solutions(description, {key: Cut(low, high)}, members)
-        for chosen in _linear_sets(description):
+        for chosen in linear_sets(description):
             found += _attempt(description, {}, dict.fromkeys(chosen, "sum"), members)
     distinct: dict[AxisStrategy, Split] = {}
     for split in found:
-        distinct.setdefault(split.strategy, split)
+        known = distinct.setdefault(split.strategy, split)
+        if len(split.exchanges) < len(known.exchanges):
+            distinct[split.strategy] = split
     return tuple(distinct.values())
 
 
@@ -109,7 +89,7 @@ def following(
     if found or isinstance(placement, Replicate):
         return tuple(found)
     if isinstance(placement, Partial):
-        for chosen in _linear_sets(description):
+        for chosen in linear_sets(description):
             if output or argument in chosen:
                 found += _attempt(description, {}, dict.fromkeys(chosen, placement.reducer), members)
     else:
@@ -154,7 +134,7 @@ def _solutions(description: Description, cuts: dict[Key, Cut], members: int) -> 
     if alone:
         return alone
     touched = {a.tensor.position for a in description.accesses if _touches(a, closed)}
-    for chosen in _linear_sets(description):
+    for chosen in linear_sets(description):
         rest = chosen - touched
         if rest and (found := _attempt(description, closed, dict.fromkeys(rest, "sum"), members)):
             return found
@@ -290,182 +270,3 @@ def _result(output: Output, cuts: Cuts, members: int, follower: Follower) -> tup
     if value.partial:
         return Partial(value.partial), value.power  # type: ignore[arg-type]
     return Replicate(), value.power
-
-
-# --- the interpreter -------------------------------------------------------------------------------------------------
-@dataclass(frozen=True, slots=True)
-class _Value:
-    """What is known of a value on one member: the cut loops it depends on, its pending reduction, and how its local
-    value is off by loop extents (a power of the number of members)."""
-
-    loops: frozenset[Key] = frozenset()
-    partial: str | None = None
-    power: int = 0
-
-
-class Follower:
-    """Follows values through an expression for given cuts and partial inputs; raises Unsplittable where they do not
-    go."""
-
-    def __init__(self, cuts: Cuts, partial: Mapping[int, str]) -> None:
-        self.cuts, self.partial = cuts, partial
-        self.exchanges: dict[str, Exchange] = {}
-        self.masked: set[int] = set()
-
-    def value(self, node: Expression) -> _Value:
-        found: _Value = getattr(self, "_" + type(node).__name__.lower())(node)
-        if found.partial and found.loops:
-            raise Unsplittable
-        return found
-
-    def _loops(self, index: Index | None) -> frozenset[Key]:
-        if index is None:
-            return frozenset()
-        return frozenset(index.terms[k][0].variable.key for k, _, _ in cuts_of(index, self.cuts))
-
-    def _constant(self, node: Constant) -> _Value:
-        return _Value()
-
-    def _access(self, node: Access) -> _Value:
-        loops = frozenset().union(*map(self._loops, node.indices))
-        return _Value(loops, self.partial.get(node.tensor.position))
-
-    def _binary(self, node: Binary) -> _Value:
-        left, right = self.value(node.left), self.value(node.right)
-        loops = left.loops | right.loops
-        if node.sign == "+":
-            zero = [isinstance(side, Constant) and side.value == 0 for side in (node.left, node.right)]
-            if any(zero):
-                return left if zero[1] else right
-            if left.partial != right.partial or left.partial not in (None, "sum", "avg") or left.power != right.power:
-                raise Unsplittable
-            return _Value(loops, left.partial, left.power)
-        if (left.partial and right.partial) or (node.sign == "/" and right.partial):
-            raise Unsplittable
-        partial = left.partial or right.partial
-        if partial not in (None, "sum", "avg"):
-            raise Unsplittable
-        return _Value(loops, partial, left.power + (right.power if node.sign == "*" else -right.power))
-
-    def _reduction(self, node: Reduction) -> _Value:
-        body = self.value(node.body)
-        cut = {v.key for v in node.variables if v.key in self.cuts}
-        if not cut:
-            if body.partial and body.partial != node.reducer and not (body.partial == "avg" and node.reducer == "sum"):
-                raise Unsplittable
-            if body.power and node.reducer != "sum":
-                raise Unsplittable
-            return body
-        if body.partial or body.loops - cut or node.reducer == "prod" or (body.power and node.reducer != "sum"):
-            raise Unsplittable
-        if len(cut) > 1:
-            raise Unsplittable
-        return _Value(frozenset(), node.reducer, body.power)
-
-    def _opaque(self, node: Opaque) -> _Value:
-        if any(self._loops(index) for index in node.inner):
-            raise Unsplittable
-        values = [self.value(argument) for argument in node.arguments]
-        if any(value.power for value in values):
-            raise Unsplittable
-        partial = {value.partial for k, value in enumerate(values) if k in node.linear}
-        if any(value.partial for k, value in enumerate(values) if k not in node.linear) or len(partial) > 1:
-            raise Unsplittable
-        pending = next(iter(partial), None)
-        if pending not in (None, "sum", "avg"):
-            raise Unsplittable
-        return _Value(frozenset().union(*(value.loops for value in values)), pending)
-
-    def _position(self, node: Position) -> _Value:
-        if self._loops(node.index):
-            raise Unsplittable
-        return _Value()
-
-    def _whole(self, node: Whole) -> _Value:
-        if any(self._loops(index) for index in node.indices):
-            raise Unsplittable
-        return _Value()
-
-    def _pick(self, node: Pick) -> _Value:
-        element = self.value(node.element)
-        variable = node.index.alone
-        assert variable is not None
-        cut = self.cuts.get(variable.key)
-        if element.partial or (cut is not None and (cut != Cut(1, variable.key[1]) or element.loops)):
-            raise Unsplittable
-        if cut is None:
-            return element
-        self.masked.add(node.element.tensor.position)
-        return _Value(frozenset({variable.key}))
-
-    def _extent(self, node: Extent) -> _Value:
-        return _Value(power=sum(v.key in self.cuts for v in node.variables))
-
-    def _choose(self, node: Choose) -> _Value:
-        if self._loops(node.index):
-            raise Unsplittable
-        values = [self.value(branch) for branch in node.branches]
-        if len({(value.partial, value.power) for value in values}) != 1:
-            raise Unsplittable
-        return _Value(frozenset().union(*(value.loops for value in values)), values[0].partial, values[0].power)
-
-    def _shared(self, node: Shared) -> _Value:
-        body = self.value(node.body)
-        if not self.cuts:
-            return body
-        if body.partial is None:
-            return _Value(body.loops)
-        if self.partial:
-            raise Unsplittable
-        self.exchanges[node.name] = Exchange(body.partial, _free_elements(node.body))
-        return _Value(body.loops)
-
-
-def _free_elements(body: Expression) -> int:
-    """How many values an expression has: the product of the loops that its accesses use and no reduction in it
-    binds."""
-    bound = {v.key for node in body.walk() if isinstance(node, Reduction) for v in node.variables}
-    free = {
-        variable.key
-        for node in body.walk()
-        if isinstance(node, Access)
-        for index in node.indices
-        if index is not None
-        for variable in index.variables
-    }
-    return prod(size for _, size in free - bound)
-
-
-# --- linearity -------------------------------------------------------------------------------------------------------
-@lru_cache(maxsize=65536)
-def _linear_sets(description: Description) -> tuple[frozenset[int], ...]:
-    """Sets of floating-point inputs in which some output may be jointly linear, smallest first; `_attempt` decides."""
-    found: dict[frozenset[int], None] = {}
-    for output in description.outputs:
-        found.update(dict.fromkeys(_linear(output.body)))
-    floats = {t.position for t in description.tensors if t.dtype.startswith(FLOATS)}
-    return tuple(sorted((s for s in found if s and s <= floats), key=lambda s: (len(s), sorted(s))))
-
-
-def _linear(node: Expression) -> list[frozenset[int]]:
-    if isinstance(node, Access):
-        return [frozenset({node.tensor.position})]
-    if isinstance(node, Reduction | Shared):
-        return _linear(node.body)
-    if isinstance(node, Binary):
-        left, right = _linear(node.left), _linear(node.right)
-        if node.sign == "+":
-            return [a | b for a in left for b in right][:MAX_LINEAR_SETS]
-        return (left + right if node.sign == "*" else left)[:MAX_LINEAR_SETS]
-    if isinstance(node, Opaque):
-        return _joint([_linear(node.arguments[k]) for k in node.linear]) if node.linear else []
-    if isinstance(node, Choose):
-        return _joint([_linear(branch) for branch in node.branches])
-    return [frozenset()] if isinstance(node, Constant) and node.value == 0 else []
-
-
-def _joint(options: list[list[frozenset[int]]]) -> list[frozenset[int]]:
-    """One choice for each part, together; the first choice where a part has several."""
-    if not all(options):
-        return []
-    return [frozenset().union(*(choice[0] for choice in options))]
