@@ -240,7 +240,7 @@ def why_no_plans(problem: Problem, reasons: Mapping[int, str], planned: set[int]
 
 
 def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answer: Answer, schedule: str) -> Plan:
-    """Stage x of every pipeline is one group; without `answer.devices`, on the next devices of each pipeline's share."""
+    """Stage x of every pipeline is one group; without `answer.devices`, on the next devices of each pipeline."""
     samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
     groups, stages, sizes, first = [], [], [], 0
     for x, stage in enumerate(answer.stages):

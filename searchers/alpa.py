@@ -45,6 +45,9 @@ __all__ = [
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 
+TABLES = 16
+"""Tables that one search fills, roughly: what compiling their loop has to pay for."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class InterOpCosts:
@@ -174,7 +177,7 @@ class InterOp:
             np.zeros((self.most_stages + 1, n + 1, width)),
         )
         total[0, n, 0] = 0.0
-        loop = compiled(_fill, self.most_stages * n * n * len(self.sizes))
+        loop = compiled(_fill, TABLES * self.most_stages * n * n * len(self.sizes))
         if loop is not None:
             loop(self.time_s, self.costs.successors, self.sizes, cap, total, largest)
             return total, largest

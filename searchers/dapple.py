@@ -47,6 +47,8 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+TABLES = 16
+"""Tables that one search fills, roughly: what compiling their loop has to pay for."""
 Placement = tuple[int, ...]
 """Devices that a stage takes on each machine."""
 
@@ -292,7 +294,7 @@ class Dapple:
         first = np.full((len(self.states), n + 1), np.inf)
         first[self.end, n] = 0.0
         table = [first]
-        loop = compiled(_relax, self.most_stages * self.steps.shape[1] * n * n // 2) or _relax_by_row
+        loop = compiled(_relax, TABLES * self.most_stages * self.steps.shape[1] * n * n // 2) or _relax_by_row
         for left in range(1, self.most_stages + 1):
             self.check()
             now = np.full_like(first, np.inf)

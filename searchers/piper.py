@@ -406,7 +406,8 @@ class Piper:
         priced = [(np.add(*both_ways_s(costs)), fitting(costs)) for costs in variants if costs is not None]
 
         def cost_of(later: int) -> Floats:
-            return np.stack([np.where(fits(later), time_s, np.inf) for time_s, fits in priced]).min(axis=0)
+            least: Floats = np.stack([np.where(fits(later), time_s, np.inf) for time_s, fits in priced]).min(axis=0)
+            return least
 
         answers = slowest_answers(problem, case, cost_of, most)
         for count, answer in answers.items():
