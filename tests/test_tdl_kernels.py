@@ -48,9 +48,9 @@ def test_every_described_operator_has_a_random_case_or_a_reason() -> None:
 
 
 @pytest.mark.parametrize("members", [2, 3])
-def test_parts_give_the_whole_on_two_random_calls_of_every_kernel(members: int) -> None:
-    checked = sum(check(target, seed, members) for target in CASES for seed in (0, 1))
-    assert checked > 3000
+def test_parts_give_the_whole_on_five_random_calls_of_every_kernel(members: int) -> None:
+    checked = sum(check(target, seed, members) for target in CASES for seed in range(5))
+    assert checked > 8000
 
 
 @pytest.mark.slow
