@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from simpart.graph import Graph
-from simpart.lifetimes import activations_of, backward_places, storages_of
+from simpart.memory import activations_of, backward_places, storages_of
 
 __all__ = ["kept_storages", "working_sets"]
 

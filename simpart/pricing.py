@@ -15,7 +15,7 @@ from simpart.kernels import Mode
 from simpart.signatures import signatures_of
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
-__all__ = ["Amount", "OpPrices", "price_ops", "price_update"]
+__all__ = ["Amount", "OpPrices", "price_ops", "price_update", "sum_rows"]
 
 Table = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float64]
@@ -84,13 +84,15 @@ def _collect(graph: Graph, micro_batch: int, estimate: Estimate, rows: npt.NDArr
     n = len(graph.op_classes)
     return OpPrices(
         micro_batch=micro_batch,
-        forward=_sum(estimate, rows[forward], owner[forward], n),
-        backward=_sum(estimate, rows[~forward], owner[~forward], n),
+        forward=sum_rows(estimate, rows[forward], owner[forward], n),
+        backward=sum_rows(estimate, rows[~forward], owner[~forward], n),
     )
 
 
-def _sum(estimate: Estimate, rows: Ints, owner: Ints, n: int) -> Amount:
+def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int) -> Amount:
+    """Estimates `rows` (with repetitions) added up by owner 0 … n-1."""
     mean = estimate.mean_s[rows]
+    own = (mean * estimate.own_log_sd[rows]) ** 2
     by_family = np.zeros((n, len(estimate.families)))
     np.add.at(by_family, (owner, estimate.family[rows]), mean)
     by_provenance = np.zeros((n, len(PROVENANCES)))
@@ -101,7 +103,9 @@ def _sum(estimate: Estimate, rows: Ints, owner: Ints, n: int) -> Amount:
         seconds=np.bincount(owner, weights=mean, minlength=n).astype(np.float64),
         by_family=by_family,
         by_provenance=by_provenance,
-        own_variance=np.bincount(owner, weights=(mean * estimate.own_log_sd[rows]) ** 2, minlength=n).astype(np.float64),
+        own_variance=np.bincount(owner, weights=(mean * estimate.own_log_sd[rows]) ** 2, minlength=n).astype(
+            np.float64
+        ),
         families=estimate.families,
         shared_log_sd=shared,
     )
@@ -136,6 +140,6 @@ def price_update(
     table, rows = unique(signatures)
     estimate = compute.estimate(table, device)
     order = np.arange(len(distinct))
-    update = _sum(estimate, rows[: len(distinct)], order, len(distinct))
-    accumulate = _sum(estimate, rows[len(distinct) :], order, len(distinct))
+    update = sum_rows(estimate, rows[: len(distinct)], order, len(distinct))
+    accumulate = sum_rows(estimate, rows[len(distinct) :], order, len(distinct))
     return {value: row[shape] for (value, _), shape in zip(parameters, shapes, strict=True)}, update, accumulate

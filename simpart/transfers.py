@@ -11,7 +11,7 @@ from simpart.cost import Collective, CollectiveTable, CommModel
 from simpart.hardware import Cluster, LinkLevel
 from simpart.ledger import Priced, priced_rows
 
-__all__ = ["CommPrices", "Message", "all_reduces", "messages", "slowest_device"]
+__all__ = ["CommPrices", "Message", "all_reduces", "messages", "sharing", "slowest_device"]
 
 
 class Message(NamedTuple):
@@ -73,7 +73,7 @@ def slowest_device(
     samples.
     """
     pairs, collectives = [], []
-    shared = _sharing(prices.cluster, [(m.source, m.target) for m in found])
+    shared = sharing(prices.cluster, [(m.source, m.target) for m in found])
     alike: dict[tuple[object, ...], Collective] = {}
     for message, concurrent in zip(found, shared, strict=True):
         level = prices.cluster.level_between(message.source, message.target)
@@ -99,7 +99,7 @@ def all_reduces(
 ) -> list[list[tuple[Collective, int]]]:
     """For each group of devices the all-reduces (with how often) of so many bytes in buckets, all groups at the same
     time."""
-    shared = _sharing(cluster, groups)
+    shared = sharing(cluster, groups)
     result = []
     for ranks, size, concurrent in zip(groups, bytes_of_group, shared, strict=True):
         full, rest = divmod(size, bucket_bytes)
@@ -110,7 +110,7 @@ def all_reduces(
     return result
 
 
-def _sharing(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> list[int]:
+def sharing(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> list[int]:
     """For each group of devices, how many of all groups use one of its physical links at the same time."""
     users: dict[tuple[str, str | None, int, int], int] = defaultdict(int)
     places = []
