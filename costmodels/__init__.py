@@ -23,14 +23,22 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _profiled(profiles: Profiles, processes: int | None = None) -> Fallback:
-    table = Table(profiles, processes)
-    return Fallback((table, Calibrated(table, Roofline())), Roofline())
+def _profiled(profiles: Profiles, processes: int | None = None, base: ComputeModel | None = None) -> Fallback:
+    table, base = Table(profiles, processes), base or Roofline()
+    return Fallback((table, Calibrated(table, base)), base)
+
+
+def _learned() -> ComputeModel:
+    """Read here, so that importing this package stays cheap."""
+    from simpart.costmodels.learned import Learned
+
+    return Learned()
 
 
 COMPUTE_MODELS: Mapping[str, Callable[[Profiles], ComputeModel]] = {
     "roofline": lambda profiles: Roofline(),
     "profiled": _profiled,
+    "learned": lambda profiles: _learned(),
 }
 COMM_MODELS: Mapping[str, Callable[[Profiles], CommModel]] = {
     "alpha_beta": lambda profiles: AlphaBeta(),
@@ -41,7 +49,9 @@ COMM_MODELS: Mapping[str, Callable[[Profiles], CommModel]] = {
 
 
 def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles: bool = True) -> Costs:
-    """Data sheets, and in front of them what was measured on devices of this cluster, if anything was and `profiles`.
+    """Models learned from published kernels for GPUs, data sheets for the rest, and in front of them what was
+    measured on devices of this cluster, if anything was and `profiles`.
+
 
     `store` is a folder, by default SIMPART_STORE or the user's data folder. Raises FormatError if its file is no store.
     """
@@ -55,10 +65,13 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
     def overhead(name: str) -> float:
         return overhead_s(preferred([r for r in overheads if r.name == name], cluster.size))
 
+    learned = any(device.kind == "gpu" for device in cluster.kinds)
+    base = _learned() if learned else Roofline()
     return Costs(
-        compute=_profiled(found, cluster.size) if kernels else Roofline(),
+        compute=_profiled(found, cluster.size, base) if kernels else base,
         communication=MeasuredLinks(found, AlphaBeta()) if links else AlphaBeta(),
         step_overhead_s=overhead("step"),
         action_overhead_s=overhead("action"),
-        description="data sheets" + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
+        description=("learned kernels and data sheets" if learned else "data sheets")
+        + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
     )

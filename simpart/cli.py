@@ -22,6 +22,8 @@ COMMANDS = {
     "simulate": ("simpart.commands.simulate:simulate", "Predict step time and memory of a plan or configuration."),
     "search": ("simpart.commands.search:search", "Search for the best plan on a cluster."),
     "profile": ("simpart.commands.profile:profile", "Measure ops and links of this machine."),
+    "fit": ("simpart.commands.fit:fit", "Learn kernel times from measurements."),
+    "evaluate": ("simpart.commands.evaluate:evaluate", "Accuracy against published measurements."),
     "validate": ("simpart.commands.validate:validate", "Run a plan and compare with its prediction."),
 }
 

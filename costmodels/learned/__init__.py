@@ -1,0 +1,11 @@
+"""Learned compute models: measured kernels in, predictions of devices from their data sheets out.
+
+_measurements, _adapters, _rules   the profile schema, files into it, cleaning
+_sheet, _tile, _attention, _memory, _families   the analytic cores
+_fitting, _boost, _training        what is learned
+_model, _artifact, _signatures, _compute        what predicts; numpy alone
+"""
+
+from simpart.costmodels.learned._compute import Learned, shipped_models
+
+__all__ = ["Learned", "shipped_models"]

@@ -15,9 +15,8 @@ import numpy as np
 from simpart.costmodels.learned._families import FAMILY_MODELS
 from simpart.costmodels.learned._measurements import Imported, Measurements
 from simpart.costmodels.learned._rules import judge
-from simpart.costmodels.learned._sheet import Sheet
 from simpart.costmodels.learned._training import rows_of, sheets_for
-from simpart.errors import FormatError, UnknownNameError, UserError
+from simpart.errors import FormatError, UserError
 from simpart.hardware import load_device
 
 if TYPE_CHECKING:
@@ -144,20 +143,27 @@ def _latency(frame: pd.DataFrame) -> Floats:
     raise FormatError("no latency column; one of latency_ms, latency_us, latency_s, median_ms is needed")
 
 
-def _table(family: str, frame: pd.DataFrame, rows: Any, dims: Mapping[str, Any], op: Any = "", software: Any = None) -> Measurements:
+def _table(
+    family: str, frame: pd.DataFrame, rows: Any, dims: Mapping[str, Any], op: Any = "", software: Any = None
+) -> Measurements:
     """Rows of a frame (`rows` are their positions) with dims as arrays over these rows or single numbers."""
     part = frame.iloc[rows]
     spelled = _text(part, "system" if "system" in part.columns else "device" if "device" in part.columns else "gpu")
     names = {s: device_named(s) or f"?{s}" for s in set(spelled.tolist())}
     if software is None:
-        software = [" ".join(filter(None, x)) for x in zip(*(_text(part, c) for c in ("fw", "fw_version", "kernel_source")), strict=True)]
+        software = [
+            " ".join(filter(None, x))
+            for x in zip(*(_text(part, c) for c in ("fw", "fw_version", "kernel_source")), strict=True)
+        ]
     count = len(part)
     return Measurements(
         family=family,
         op=np.full(count, op, dtype=object) if isinstance(op, str) else np.asarray(op, dtype=object),
         device=np.array([names[s] for s in spelled.tolist()], dtype=object),
         dtype=_text(part, "dtype" if "dtype" in part.columns else "attn_dtype", "float32"),
-        software=np.asarray(software, dtype=object) if not isinstance(software, str) else np.full(count, software, dtype=object),
+        software=np.asarray(software, dtype=object)
+        if not isinstance(software, str)
+        else np.full(count, software, dtype=object),
         source=_text(part, "source"),
         split=_text(part, "split"),
         dims={k: np.broadcast_to(np.asarray(v, dtype=np.float64), (count,)).copy() for k, v in dims.items()},
@@ -166,7 +172,7 @@ def _table(family: str, frame: pd.DataFrame, rows: Any, dims: Mapping[str, Any],
     )
 
 
-# --- matrix products: system dtype m n k ------------------------------------------------------------------------------
+# --- matrix products: system dtype m n k -----------------------------------------------------------------------------
 _PRODUCTS = {
     "bfloat16": "gemm16", "float16": "gemm16", "fp16": "gemm16", "half": "gemm16", "fp8": "gemm8", "nvfp4": "gemm4",
     "float32": "gemm32",
@@ -180,11 +186,16 @@ def _read_products(frame: pd.DataFrame) -> Iterable[Measurements]:
         rows = np.flatnonzero(family == name)
         part = frame.iloc[rows]
         in_bytes = np.array([_BYTES[d] for d in dtype[rows].tolist()])
-        dims = {"batch": 1.0, **{d: _number(part, d) for d in "mnk"}, "in_bytes": in_bytes, "out_bytes": np.maximum(in_bytes, 2.0)}
+        dims = {
+            "batch": 1.0,
+            **{d: _number(part, d) for d in "mnk"},
+            "in_bytes": in_bytes,
+            "out_bytes": np.maximum(in_bytes, 2.0),
+        }
         yield _table(name, frame, rows, dims)
 
 
-# --- attention: batch_size seq_len num_heads (num_kv_heads) head_dim (window_size) ------------------------------------
+# --- attention: batch_size seq_len num_heads (num_kv_heads) head_dim (window_size) -----------------------------------
 _SLOW_KERNELS = ("triton", "torch_flow")
 
 
@@ -204,7 +215,7 @@ def _read_attention(frame: pd.DataFrame) -> Iterable[Measurements]:
     yield _table("attention16", frame, rows, dims)
 
 
-# --- NeuSight: op B M N K H -------------------------------------------------------------------------------------------
+# --- NeuSight: op B M N K H ------------------------------------------------------------------------------------------
 _ELEMENTWISE = {
     "add": ("add", 3), "mul": ("mul", 3), "div": ("div", 3), "pow": ("pow", 3), "addu": ("add_scalar", 2),
     "mulu": ("mul_scalar", 2), "divu": ("div_scalar", 2), "powu": ("pow_scalar", 2), "relu": ("relu", 2),
@@ -221,7 +232,14 @@ def _read_neusight(frame: pd.DataFrame) -> Iterable[Measurements]:
             part = frame.iloc[rows]
             batch, m = _number(part, "B"), _number(part, "M")
             sizes = (1.0, batch * m) if name == "linear" else (batch, m)
-            dims = {"batch": sizes[0], "m": sizes[1], "n": _number(part, "N"), "k": _number(part, "K"), "in_bytes": 4.0, "out_bytes": 4.0}
+            dims = {
+                "batch": sizes[0],
+                "m": sizes[1],
+                "n": _number(part, "N"),
+                "k": _number(part, "K"),
+                "in_bytes": 4.0,
+                "out_bytes": 4.0,
+            }
             yield _table(family, frame, rows, dims, name, software[rows])
     rows = np.flatnonzero(np.isin(op, list(_ELEMENTWISE)))
     if len(rows):
@@ -233,7 +251,7 @@ def _read_neusight(frame: pd.DataFrame) -> Iterable[Measurements]:
         yield _table("memory32", frame, rows, dims, [_ELEMENTWISE[o][0] for o in op[rows].tolist()], software[rows])
 
 
-# --- NeuSight convolutions ----------------------------------------------------------------------------------------------
+# --- NeuSight convolutions -------------------------------------------------------------------------------------------
 def _read_convolutions(frame: pd.DataFrame) -> Iterable[Measurements]:
     rows = np.arange(len(frame))
     kernel, stride, channels = (_number(frame, c) for c in ("kernel_size", "stride", "in_channels"))
@@ -246,7 +264,7 @@ def _read_convolutions(frame: pd.DataFrame) -> Iterable[Measurements]:
     yield _table("conv32", frame, rows, dims, "conv2d", "torch")
 
 
-# --- Vidur: op num_tokens tp n_embd n_ffn … m n k median_ms ---------------------------------------------------------------
+# --- Vidur: op num_tokens tp n_embd n_ffn … m n k median_ms ----------------------------------------------------------
 def _read_vidur(frame: pd.DataFrame) -> Iterable[Measurements]:
     op = _text(frame, "op")
     products = np.flatnonzero(~np.isnan(_number(frame, "k")))
@@ -280,8 +298,16 @@ def _ops(*names: str) -> Callable[[pd.DataFrame], bool]:
 KINDS = (
     Kind(name="products", columns=frozenset({"m", "n", "k", "dtype", "system", "latency_ms"}), read=_read_products),
     Kind(name="attention", columns=frozenset({"batch_size", "seq_len", "num_heads", "head_dim"}), read=_read_attention),
-    Kind(name="convolutions", columns=frozenset({"in_channels", "out_channels", "kernel_size", "input_size", "batch"}), read=_read_convolutions),
-    Kind(name="neusight", columns=frozenset({"op", "B", "H", "latency_ms"}), read=_read_neusight, accepts=_ops("linear", "bmm", *_ELEMENTWISE)),
+    Kind(
+        name="convolutions",
+        columns=frozenset({"in_channels", "out_channels", "kernel_size", "input_size", "batch"}),
+        read=_read_convolutions,
+    ),
+    Kind(
+        name="neusight",
+        columns=frozenset({"op", "B", "H", "latency_ms"}),
+        read=_read_neusight,
+        accepts=_ops("linear", "bmm", *_ELEMENTWISE),
+    ),
     Kind(name="vidur", columns=frozenset({"op", "num_tokens", "n_embd", "n_ffn", "tp"}), read=_read_vidur),
 )
-_ = UnknownNameError

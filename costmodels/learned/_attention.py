@@ -1,4 +1,4 @@
-"""Flash attention, forward, from its tiles: pairs of query and key tiles that the mask leaves, spread over the device."""
+"""Flash attention, forward, from its tiles: pairs of query and key tiles that the mask leaves, spread over a device."""
 
 from __future__ import annotations
 

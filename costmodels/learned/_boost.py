@@ -23,7 +23,7 @@ _LEAF_PRIOR = 4.0  # rows' worth of evidence for a leaf value of zero
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boost:
-    """`leaves[t, code]` summed over trees; bit d of the code says whether `features[t, d]` exceeds `thresholds[t, d]`."""
+    """`leaves[t, code]` summed over trees; bit d of a code says whether `features[t, d]` exceeds `thresholds[t, d]`."""
 
     features: Table
     thresholds: Matrix
@@ -33,11 +33,20 @@ class Boost:
         """The sum of all trees for each row; `columns[f]` is feature f of all rows."""
         rows = columns.shape[1]
         total = np.zeros(rows, dtype=np.float32)
-        for features, thresholds, leaves in zip(self.features, self.thresholds, self.leaves, strict=True):
-            code = np.zeros(rows, dtype=np.uint8)
-            for bit, (feature, threshold) in enumerate(zip(features.tolist(), thresholds, strict=True)):
-                code |= (columns[feature] > threshold).view(np.uint8) << np.uint8(bit)
-            total += leaves[code]
+        above, code, value = (
+            np.empty(rows, dtype=bool),
+            np.empty(rows, dtype=np.uint8),
+            np.empty(rows, dtype=np.float32),
+        )
+        bit = above.view(np.uint8)
+        for features, thresholds, leaves in zip(self.features.tolist(), self.thresholds, self.leaves, strict=True):
+            code.fill(0)
+            for feature, threshold in zip(reversed(features), thresholds[::-1], strict=True):
+                np.greater(columns[feature], threshold, out=above)
+                np.add(code, code, out=code)
+                np.bitwise_or(code, bit, out=code)
+            np.take(leaves, code, out=value, mode="clip")
+            total += value
         return total.astype(np.float64)
 
 
@@ -60,7 +69,9 @@ def fit_boost(
     grow = numba.njit(cache=True)(_grow)
     rng = np.random.default_rng(seed)
     edges = _edges(columns)
-    binned = np.stack([np.searchsorted(e, c, side="left") for e, c in zip(edges, columns, strict=True)]).astype(np.uint8)
+    binned = np.stack([np.searchsorted(e, c, side="left") for e, c in zip(edges, columns, strict=True)]).astype(
+        np.uint8
+    )
     lengths = np.array([len(e) for e in edges], dtype=np.int64)
     count = len(columns)
     chosen = max(1, round(share * count))
@@ -78,7 +89,9 @@ def fit_boost(
         above = np.bincount(code, weight * error, 1 << depth)
         leaves[tree] = rate * above / (np.bincount(code, weight, 1 << depth) + _LEAF_PRIOR)
         prediction += leaves[tree][code]
-    thresholds = np.array([[edges[f][c] for f, c in zip(*row, strict=True)] for row in zip(features, cuts, strict=True)])
+    thresholds = np.array(
+        [[edges[f][c] for f, c in zip(*row, strict=True)] for row in zip(features, cuts, strict=True)]
+    )
     return Boost(features=features, thresholds=thresholds.astype(np.float32), leaves=leaves)
 
 

@@ -1,9 +1,9 @@
 """Families of kernels that models are learned for: what their dims mean, how they are computed, what the residual sees.
 
-    gemm16, gemm8, gemm4, gemm32, bgemm32   batch, m, n, k, in_bytes, out_bytes       (batch,) m×k times k×n
-    conv32         as gemm32 (implicit product), and kernel, stride, channels
-    attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, in_bytes, out_bytes
-    memory32, memory16   bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
+gemm16, gemm8, gemm4, gemm32, bgemm32   batch, m, n, k, in_bytes, out_bytes       (batch,) m×k times k×n
+conv32         as gemm32 (implicit product), and kernel, stride, channels
+attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, in_bytes, out_bytes
+memory32, memory16   bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _LAUNCH_S = 5e-6  # below this roofline time a kernel's start and end decide
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Kernels of one family on devices: `op` indexes MEMORY_OPS (0 where there are none), `sheet` per row or for all."""
+    """Kernels of one family on devices: `op` indexes MEMORY_OPS (else 0), `sheet` has one entry or one per row."""
 
     op: Ints
     dims: Dims
@@ -88,11 +88,23 @@ def _tiles(constants: Floats, rows: Rows, *, by_clock: bool, floor_in_clocks: bo
 
 
 def _product(
-    name: str, dtype: str, in_bytes: float, out_bytes: float, *, timed_by_host: bool = False, **change: tuple[float, float]
+    name: str,
+    dtype: str,
+    in_bytes: float,
+    out_bytes: float,
+    *,
+    timed_by_host: bool = False,
+    **change: tuple[float, float],
 ) -> Family:
     """`timed_by_host`: the source's latencies hold some 25 µs of launch and events, in seconds rather than clocks."""
     if timed_by_host:
-        change = {"floor_s": (25e-6, 0.5), "power": (2.5, 0.4), "edge": (6.0, 1.0), "compute_share": (0.95, 0.15), **change}
+        change = {
+            "floor_s": (25e-6, 0.5),
+            "power": (2.5, 0.4),
+            "edge": (6.0, 1.0),
+            "compute_share": (0.95, 0.15),
+            **change,
+        }
     tiles = partial(_tiles, floor_in_clocks=not timed_by_host)
     return Family(
         name=name,
@@ -102,7 +114,9 @@ def _product(
         variants=(partial(tiles, by_clock=True), partial(tiles, by_clock=False)),
         timed_by_host=timed_by_host,
         bound_s=lambda rows: product_bound_s(rows.dims, rows.sheet),
-        arithmetic_s=lambda rows: 2.0 * rows.dims["batch"] * rows.dims["m"] * rows.dims["n"] * rows.dims["k"] / rows.sheet.peak,
+        arithmetic_s=lambda rows: (
+            2.0 * rows.dims["batch"] * rows.dims["m"] * rows.dims["n"] * rows.dims["k"] / rows.sheet.peak
+        ),
         features=lambda rows, analytic: product_features(rows.dims, rows.sheet, analytic),
         smallest={"batch": 1, "m": 1, "n": 64, "k": 64, "in_bytes": in_bytes, "out_bytes": out_bytes},
     )
@@ -155,7 +169,9 @@ def _numbers(sheet: Sheet) -> dict[str, Floats]:
     return {name: getattr(sheet, name) for name in Sheet.__dataclass_fields__}
 
 
-def _memory(name: str, dtype: str, element_bytes: float, floor_s: tuple[float, float], *, timed_by_host: bool) -> Family:
+def _memory(
+    name: str, dtype: str, element_bytes: float, floor_s: tuple[float, float], *, timed_by_host: bool
+) -> Family:
     def seconds(constants: Floats, rows: Rows) -> Floats:
         return memory_seconds(constants, rows.op, rows.dims, rows.sheet, floor_in_clocks=not timed_by_host)
 

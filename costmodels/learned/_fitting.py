@@ -1,4 +1,4 @@
-"""Few constants from many rows: robust least squares on log errors with Gaussian priors on the logs of the constants."""
+"""Few constants from many rows: robust least squares on log errors, Gaussian priors on the logs of the constants."""
 
 from __future__ import annotations
 

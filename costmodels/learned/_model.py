@@ -53,7 +53,7 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyModel:
-    """What `train` learns about one family. `domain` is (least, most) of each dim; `sheets` those of trained devices."""
+    """What `train` learns about a family. `domain` is (least, most) of each dim; `sheets` those of trained devices."""
 
     family: str
     constants: tuple[Floats, ...]
@@ -142,7 +142,9 @@ class FamilyModel:
         return table[regime, 0], table[regime, 1]
 
 
-def columns_of(family: Family, rows: Rows, analytic: Floats, like: Sheet) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+def columns_of(
+    family: Family, rows: Rows, analytic: Floats, like: Sheet
+) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
     """Features of the residual, one row each: of the work, then of the device."""
     seconds = np.exp(analytic)
     device = (

@@ -72,10 +72,14 @@ def _repeated(table: Measurements) -> np.ndarray[tuple[int], np.dtype[np.bool_]]
     return ~first
 
 
-def _other_unit(table: Measurements, good: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+def _other_unit(
+    table: Measurements, good: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     """Groups of (device, software) whose median latency is far off the median of all groups."""
     broken = np.zeros(len(table), dtype=bool)
-    groups = np.array([f"{d}\n{s}" for d, s in zip(table.device.tolist(), table.software.tolist(), strict=True)], dtype=object)
+    groups = np.array(
+        [f"{d}\n{s}" for d, s in zip(table.device.tolist(), table.software.tolist(), strict=True)], dtype=object
+    )
     medians = {name: float(np.median(table.latency_s[good & (groups == name)])) for name in set(groups[good].tolist())}
     if len(medians) < 2:
         return broken

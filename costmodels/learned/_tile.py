@@ -53,7 +53,9 @@ def product_bound_s(dims: Dims, sheet: Sheet) -> Floats:
     return np.maximum(product_flops(dims) / sheet.peak, product_bytes(dims) / sheet.bandwidth)
 
 
-def tile_seconds(constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool, floor_in_clocks: bool = True) -> Floats:
+def tile_seconds(
+    constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool, floor_in_clocks: bool = True
+) -> Floats:
     """Seconds of each product. `constants` as logs in the order of TILE_CONSTANTS.
 
     `by_clock` takes a multiprocessor's intake as the mean (in logs) of bytes per clock and its share of the memory

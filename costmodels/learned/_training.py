@@ -45,7 +45,9 @@ def rows_of(table: Measurements, sheets: Mapping[str, Sheet]) -> Rows:
     return Rows(op=op_codes(table.op), dims=table.dims, sheet=stack_sheets(list(sheets.values()), index))
 
 
-def train(table: Measurements, *, seed: int = 0, residual: bool = True, prior_sharpening: float | None = None) -> FamilyModel:
+def train(
+    table: Measurements, *, seed: int = 0, residual: bool = True, prior_sharpening: float | None = None
+) -> FamilyModel:
     """Fit constants, then trees on what they leave. `table` has one row per shape and device, cleaned.
 
     Raises UserError when there are fewer than 30 rows.
@@ -150,7 +152,7 @@ def errors_on(model: FamilyModel, test: Measurements, device: str) -> HeldOut:
 
 
 def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambda text: None) -> FamilyModel:
-    """Train on all of a table, with weight and spreads from leaving out each device, and a fifth of the shapes, in turn.
+    """Train on all of a table; weight and spreads from leaving out each device, and a fifth of the shapes, in turn.
 
     Everything that is chosen is chosen within `table`: to judge it, hold a device out of the table first.
     """
@@ -180,7 +182,9 @@ def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut]) -> FamilyMod
     new = [h for h in held_out.values() if h.status == "new"]
     weight = model.weight
     if new:
-        scores = {w: np.mean([np.abs(np.expm1(h.analytic_error + w * h.residual)).mean() for h in new]) for w in WEIGHTS}
+        scores = {
+            w: np.mean([np.abs(np.expm1(h.analytic_error + w * h.residual)).mean() for h in new]) for w in WEIGHTS
+        }
         weight = min(WEIGHTS, key=lambda w: (scores[w], w))
     found: dict[str, dict[str, tuple[float, float]]] = {}
     errors_by_device = {}
@@ -214,7 +218,10 @@ def _completed(found: Mapping[str, Mapping[str, tuple[float, float]]], prior: Sp
             complete[status] = dict(prior[status])
             continue
         complete[status] = {
-            name: (max(source[name][0], least * prior[status][name][0]), max(source[name][1], least * prior[status][name][1]))
+            name: (
+                max(source[name][0], least * prior[status][name][0]),
+                max(source[name][1], least * prior[status][name][1]),
+            )
             for name in REGIMES
         }
     return complete

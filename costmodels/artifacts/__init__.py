@@ -1,0 +1,1 @@
+"""Fitted models as plain arrays: written by simpart fit, read by the learned models."""

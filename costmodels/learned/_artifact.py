@@ -1,0 +1,118 @@
+"""Fitted models as one npz file of plain arrays and a JSON header; reading never executes code."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import zipfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simpart.costmodels.learned._boost import Boost
+from simpart.costmodels.learned._families import FAMILY_MODELS
+from simpart.costmodels.learned._model import STATUSES, FamilyModel
+from simpart.costmodels.learned._sheet import NUMBERS, Sheet
+from simpart.errors import FormatError
+from simpart.files import dump_json, write_atomically
+
+__all__ = ["SHIPPED", "load_models", "save_models"]
+
+KIND, VERSION = "simpart-compute-models", 1
+SHIPPED = Path(__file__).parent.parent / "artifacts" / "compute.npz"
+_BOOST = ("features", "thresholds", "leaves")
+
+
+def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
+    """Write models by family; the same models, the same bytes."""
+    arrays: dict[str, Any] = {}
+    described: dict[str, Any] = {}
+    for name, model in models.items():
+        for i, constants in enumerate(model.constants):
+            arrays[f"{name}.constants{i}"] = constants
+        if model.boost is not None:
+            arrays.update({f"{name}.{part}": getattr(model.boost, part) for part in _BOOST})
+        described[name] = {
+            "variants": len(model.constants),
+            "trees": model.boost is not None,
+            "sheets": {d: {n: _plain(getattr(s, n)[0]) for n in NUMBERS} for d, s in model.sheets.items()},
+            "domain": model.domain,
+            "ops": model.ops,
+            "weight": model.weight,
+            "spreads": model.spreads,
+            "facts": model.facts,
+        }
+    digest = _digest(arrays)
+    header = dump_json({"kind": KIND, "version": VERSION, "digest": digest, "families": described})
+    buffer = io.BytesIO()
+    np.savez_compressed(buffer, header=np.frombuffer(header.encode(), dtype=np.uint8), **arrays)
+    write_atomically(path, buffer.getvalue())
+
+
+def load_models(path: Path | str = SHIPPED) -> dict[str, FamilyModel]:
+    """Models by family. Raises FormatError in one line when the file is missing, corrupt, of another kind or newer."""
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            arrays = {name: file[name] for name in file.files}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
+        raise FormatError(
+            f"cannot read {path} as fitted models ({' '.join(str(error).split())}); run simpart fit"
+        ) from error
+    except Exception as error:  # zlib.error has no public base
+        raise FormatError(f"{path} is corrupt ({' '.join(str(error).split())}); run simpart fit") from error
+    try:
+        header = json.loads(arrays.pop("header").tobytes())
+        if header["kind"] != KIND:
+            raise FormatError(f"{path} is a {header['kind']}, not {KIND}")
+        if header["version"] > VERSION:
+            raise FormatError(
+                f"{path} has version {header['version']}; this simpart reads up to {VERSION}: update simpart"
+            )
+        if header["digest"] != _digest(arrays):
+            raise FormatError(f"{path} is corrupt: its arrays are not those it was written with; run simpart fit")
+        return {name: _model(name, item, arrays) for name, item in header["families"].items() if name in FAMILY_MODELS}
+    except FormatError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise FormatError(f"{path} is not a file of fitted models ({error!r}); run simpart fit") from error
+
+
+def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> FamilyModel:
+    family = FAMILY_MODELS[name]
+    constants = tuple(arrays[f"{name}.constants{i}"] for i in range(item["variants"]))
+    if len(constants) != len(family.variants) or any(len(c) != len(family.constants) for c in constants):
+        raise ValueError(f"family {name} has another number of constants")
+    boost = Boost(**{part: arrays[f"{name}.{part}"] for part in _BOOST}) if item["trees"] else None
+    sheets = {
+        device: Sheet(**{n: np.array([np.nan if v is None else v], dtype=np.float64) for n, v in numbers.items()})
+        for device, numbers in item["sheets"].items()
+    }
+    spreads = {
+        status: {r: (float(a), float(b)) for r, (a, b) in item["spreads"][status].items()} for status in STATUSES
+    }
+    return FamilyModel(
+        family=name,
+        constants=constants,
+        boost=boost,
+        sheets=sheets,
+        domain={k: (float(a), float(b)) for k, (a, b) in item["domain"].items()},
+        ops=tuple(item["ops"]),
+        weight=float(item["weight"]),
+        spreads=spreads,
+        facts=item["facts"],
+    )
+
+
+def _plain(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _digest(arrays: Mapping[str, Any]) -> str:
+    found = hashlib.sha256()
+    for name in sorted(arrays):
+        found.update(name.encode())
+        found.update(np.ascontiguousarray(arrays[name]).tobytes())
+    return found.hexdigest()[:32]

@@ -1,0 +1,85 @@
+"""What `simpart evaluate` and `simpart fit` ask of the learned compute models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from simpart.costmodels.learned._adapters import import_frame, read_measurements
+from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_models
+from simpart.costmodels.learned._evaluating import judge_import
+from simpart.costmodels.learned._measurements import Measurements, concatenate
+from simpart.costmodels.learned._model import FamilyModel
+from simpart.costmodels.learned._training import fit_family, trainable
+from simpart.errors import FormatError, UserError
+from simpart.evaluation import Judged
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+__all__ = ["evaluate", "fit"]
+
+Progress = Callable[[str], None]
+_FIT_FROM = (
+    "op_gemm_aic", "op_attention_fwd_aic", "op_neusight", "op_neusight_conv", "op_vidur_mlp",
+)  # fmt: skip
+_HELD_BACK = {"op_vidur_mlp": ("gemm16",)}  # another source of the same products: kept to judge by
+
+
+def evaluate(
+    frame: pd.DataFrame, name: str, split: str, floors: bool, models: str | None, progress: Progress
+) -> tuple[Judged, Mapping[str, Any]]:
+    """Rows of an operator data set, judged, and notes for the reader."""
+    found = import_frame(frame, name)
+    known = load_models(Path(models) if models else SHIPPED) if split == "shipped" else {}
+    judged = judge_import(found, known, split, floors=floors, progress=progress)
+    trained = sorted({n for m in known.values() for n in m.sheets} & set(judged.groups["device"].tolist()))
+    notes = []
+    if split == "random":
+        notes.append("a random split shows how well shapes are interpolated, not how a new device is predicted")
+    if trained:
+        notes.append(
+            f"the models were trained on {', '.join(trained)}: their errors here say nothing about a new device; "
+            f"use --split leave-one-device-out"
+        )
+    return judged, {"data_kind": found.kind, "trained_devices": trained, "notes": notes}
+
+
+def fit(
+    sources: Sequence[str], output: str | None, only: Sequence[str], seed: int, progress: Progress
+) -> tuple[dict[str, FamilyModel], dict[str, Any]]:
+    """Learn every family that the files hold enough of, and write the models. `sources` are files, or folders with the
+    files of `_FIT_FROM`. Raises UserError when nothing can be learned."""
+    tables: dict[str, list[Measurements]] = {}
+    files: dict[str, Any] = {}
+    for path in _files(sources):
+        progress(f"reading {path.name}")
+        found = read_measurements(path)
+        files[path.name] = {"rows": found.rows, "left_out": dict(found.refused)}
+        for table in found.tables:
+            if table.family not in _HELD_BACK.get(path.stem, ()):
+                tables.setdefault(table.family, []).append(table)
+    models = {}
+    for family in sorted(tables):
+        table = trainable(concatenate(tables[family]))
+        if (only and family not in only) or len(table) < 30:
+            continue
+        models[family] = fit_family(table, seed=seed, progress=progress)
+    if not models:
+        raise UserError(f"nothing to fit: no family of {', '.join(sorted(tables)) or 'the files'} has 30 rows or more")
+    save_models(output or SHIPPED, models)
+    return models, files
+
+
+def _files(sources: Sequence[str]) -> list[Path]:
+    found = []
+    for source in map(Path, sources):
+        if source.is_dir():
+            inside = [p for name in _FIT_FROM for p in sorted(source.glob(f"**/{name}.parquet"))]
+            if not inside:
+                raise FormatError(f"{source} holds none of {', '.join(_FIT_FROM)} (.parquet); name files")
+            found += inside
+        else:
+            found.append(source)
+    return found

@@ -1,0 +1,134 @@
+"""The ComputeModel that learned models make: signatures in, estimates with their uncertainty out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from simpart.cost import PROVENANCES, Estimate, Signature, SignatureTable
+from simpart.costmodels.learned._artifact import SHIPPED, load_models
+from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
+from simpart.costmodels.learned._memory import MEMORY_OPS
+from simpart.costmodels.learned._model import FamilyModel
+from simpart.costmodels.learned._sheet import sheet_of
+from simpart.costmodels.learned._signatures import Question, question_of
+from simpart.costmodels.roofline import Roofline, signature_family
+from simpart.hardware import Device
+from simpart.ops import FAMILIES, family_of
+
+__all__ = ["Learned", "shipped_models"]
+
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
+_OP_PLACE = {name: i for i, name in enumerate(MEMORY_OPS)}
+_TRANSFERRED_SD = 0.1  # from which a detour over another kernel makes an estimate analytic
+
+
+@lru_cache(maxsize=8)
+def shipped_models(path: Path = SHIPPED) -> Mapping[str, FamilyModel]:
+    """The models that come with simpart, read once."""
+    return load_models(path)
+
+
+@dataclass(frozen=True, slots=True)
+class Learned:
+    """A ComputeModel of GPUs: what was learned from published kernels, the roofline for what no family covers.
+
+    Provenance: interpolated on a trained device inside the trained sizes; extrapolated on other devices and sizes;
+    analytic where the device resembles none that was trained on, or a kernel is told through another one.
+    """
+
+    path: Path = SHIPPED
+    fallback: Roofline = field(default_factory=Roofline)
+
+    def knows(self, table: SignatureTable, device: Device) -> Bools:
+        """Rows that a learned family answers."""
+        if device.kind != "gpu":
+            return np.zeros(len(table.signatures), dtype=bool)
+        models = shipped_models(self.path)
+        asked = [question_of(s) for s in table.signatures]
+        return np.array([q is not None and q.family in models for q in asked], dtype=bool)
+
+    def estimate(self, table: SignatureTable, device: Device) -> Estimate:
+        """Seconds of each signature, never below `physical_bound_s`."""
+        if device.kind != "gpu":
+            return self.fallback.estimate(table, device)
+        models = shipped_models(self.path)
+        groups: dict[str, list[Question]] = {name: [] for name in models}
+        places: dict[str, list[int]] = {name: [] for name in models}
+        rest: list[int] = []
+        for i, signature in enumerate(table.signatures):
+            question = question_of(signature)
+            if question is None or question.family not in groups:
+                rest.append(i)
+            else:
+                groups[question.family].append(question)
+                places[question.family].append(i)
+        count = len(table.signatures)
+        mean, shared, own = np.zeros(count), np.zeros(count), np.zeros(count)
+        family, provenance = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
+        if rest:
+            rows = np.array(rest, dtype=np.int64)
+            plain = self.fallback.estimate(SignatureTable(tuple(table.signatures[i] for i in rest)), device)
+            mean[rows], shared[rows], own[rows] = plain.mean_s, plain.shared_log_sd, plain.own_log_sd
+            family[rows], provenance[rows] = plain.family, plain.provenance
+        floor_s = _floor_s(models, device)
+        for name, asked in groups.items():
+            if asked:
+                rows = np.array(places[name], dtype=np.int64)
+                seconds, shared[rows], own[rows], provenance[rows] = _answer(models[name], asked, device, floor_s)
+                mean[rows] = np.maximum(seconds, device.kernel_launch_s)
+                family[rows] = [_family_place(table.signatures[i]) for i in places[name]]
+        return Estimate(
+            mean_s=mean, family=family, families=FAMILIES, shared_log_sd=shared, own_log_sd=own, provenance=provenance
+        )
+
+
+def _family_place(signature: Signature) -> int:
+    return _place(signature_family(signature)) if signature.members else _target_place(signature.target)
+
+
+@lru_cache(maxsize=4096)
+def _target_place(target: str) -> int:
+    return _place(family_of(target))
+
+
+def _place(family: str) -> int:
+    return FAMILIES.index(family)
+
+
+def _answer(model: FamilyModel, asked: list[Question], device: Device, floor_s: float):  # type: ignore[no-untyped-def]
+    family = FAMILY_MODELS[model.family]
+    sheet, _, widened = sheet_of(device, family.dtype)
+    values = np.array([q.dims for q in asked], dtype=np.float64)
+    rows = Rows(
+        op=np.array([_OP_PLACE.get(q.op, 0) for q in asked], dtype=np.int64),
+        dims={name: values[:, i] for i, name in enumerate(family.dims)},
+        sheet=sheet,
+    )
+    found = model.predict(rows, device.name, floor_s if family.timed_by_host else None)
+    detour = np.array([q.prior_sd for q in asked])
+    seconds = np.exp(found.log_seconds) * np.array([q.factor for q in asked])
+    measured = found.inside & (found.status == "seen")
+    provenance = np.where(measured, PROVENANCES.index("interpolated"), PROVENANCES.index("extrapolated"))
+    provenance = np.where(
+        (detour >= _TRANSFERRED_SD) | (found.status == "far"), PROVENANCES.index("analytic"), provenance
+    )
+    shared = np.sqrt(found.shared**2 + widened**2 + 0.5 * detour**2)
+    return seconds, shared, np.sqrt(found.own**2 + 0.5 * detour**2), provenance
+
+
+def _floor_s(models: Mapping[str, FamilyModel], device: Device) -> float:
+    """Latency of the smallest kernel in a real step: the device's own, else as the 16-bit products have it."""
+    if device.launch_floor_s is not None:
+        return device.launch_floor_s
+    model = models.get("gemm16")
+    if model is None:
+        return 3e-6
+    family = FAMILY_MODELS["gemm16"]
+    sheet = sheet_of(device, family.dtype)[0]
+    dims = {name: np.array([value], dtype=np.float64) for name, value in family.smallest.items()}
+    return float(np.exp(model.analytic(Rows(op=np.zeros(1, dtype=np.int64), dims=dims, sheet=sheet)))[0])

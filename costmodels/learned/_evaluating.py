@@ -1,0 +1,165 @@
+"""Operator data sets judged: with the shipped models, or with models refitted on what a split leaves in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Rows, op_codes, regime_of
+from simpart.costmodels.learned._generations import generation_of
+from simpart.costmodels.learned._measurements import Imported, Measurements, row_codes
+from simpart.costmodels.learned._model import FamilyModel
+from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of
+from simpart.costmodels.learned._training import fit_family, trainable
+from simpart.errors import UnknownNameError
+from simpart.evaluation import Judged, join, size_classes
+from simpart.hardware import load_device
+
+__all__ = ["SPLITS", "judge_import", "judge_table"]
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Progress = Callable[[str], None]
+
+SPLITS = (
+    "shipped", "leave-one-device-out", "leave-one-generation-out", "leave-one-source-out", "published", "random",
+)  # fmt: skip
+
+
+def judge_import(
+    found: Imported,
+    models: Mapping[str, FamilyModel],
+    split: str,
+    *,
+    floors: bool = False,
+    progress: Progress = lambda text: None,
+) -> Judged:
+    """Every row of a file, predicted as `split` says. `floors` lets devices that are held out use the measured latency
+    of their smallest kernel. Raises UserError when nothing in the file has a model."""
+    if split not in SPLITS:
+        raise UnknownNameError("split", split, SPLITS)
+    parts = [judge_table(table, models, split, floors=floors, progress=progress) for table in found.tables]
+    judged = join(parts)
+    return Judged(
+        measured_s=judged.measured_s, predicted_s=judged.predicted_s, log_sd=judged.log_sd, groups=judged.groups,
+        baselines=judged.baselines, refused=dict(found.refused),
+    )  # fmt: skip
+
+
+def judge_table(
+    table: Measurements,
+    models: Mapping[str, FamilyModel],
+    split: str,
+    *,
+    floors: bool = False,
+    progress: Progress = lambda text: None,
+) -> Judged:
+    """Rows of one family."""
+    count = len(table)
+    predicted, log_sd = np.full(count, np.nan), np.full(count, np.nan)
+    status = np.full(count, "", dtype=object)
+    one_number = np.full(count, np.nan)
+    sheets = {name: sheet_of(load_device(name), FAMILY_MODELS[table.family].dtype)[0] for name in table.devices()}
+    roofline = _roofline(table, sheets)
+    for label, left_out, kept in _parts(table, split):
+        if split == "shipped":
+            model = models.get(table.family)
+        elif len(learn := trainable(table.at(kept))) < 30 or not learn.devices():
+            model = None
+        else:
+            model = fit_family(learn, progress=lambda text, label=label: progress(f"{split} {label}, {text}"))  # type: ignore[misc]
+        others = kept & np.isfinite(roofline) if split != "shipped" else np.ones(count, dtype=bool)
+        if others.any():
+            one_number[left_out] = roofline[left_out] * np.median(table.latency_s[others] / roofline[others])
+        if model is None:
+            continue
+        for name in table.at(left_out).devices():
+            rows = np.flatnonzero(left_out & (table.device == name))
+            part = table.at(rows)
+            sheet, _, widened = sheet_of(load_device(name), FAMILY_MODELS[table.family].dtype)
+            if not floors and split != "shipped":
+                sheet = _without_floor(sheet)
+            answer = model.predict(Rows(op=op_codes(part.op), dims=part.dims, sheet=sheet), name)
+            predicted[rows] = np.exp(answer.log_seconds)
+            log_sd[rows] = np.sqrt(answer.shared**2 + answer.own**2 + widened**2)
+            status[rows] = answer.status
+    regimes = np.full(count, "", dtype=object)
+    for name, sheet in sheets.items():
+        rows = np.flatnonzero(table.device == name)
+        part = table.at(rows)
+        regime = regime_of(FAMILY_MODELS[table.family], Rows(op=op_codes(part.op), dims=part.dims, sheet=sheet))
+        regimes[rows] = np.array(REGIMES, dtype=object)[regime]
+    return Judged(
+        measured_s=table.latency_s,
+        predicted_s=predicted,
+        log_sd=log_sd,
+        groups={
+            "source": table.source, "device": table.device, "family": np.full(count, table.family, dtype=object),
+            "op": table.op, "software": table.software, "status": status, "limit": regimes,
+            "size_class": size_classes(table.latency_s), "row": table.row.astype(np.int64).astype(object),
+        },
+        baselines={"one_number": one_number, "roofline": roofline, "ratio": _ratio(table, sheets, roofline)},
+    )  # fmt: skip
+
+
+def _parts(table: Measurements, split: str) -> list[tuple[str, Any, Any]]:
+    """(name, rows left out, rows to learn from) of each part of a split."""
+    count = len(table)
+    everything = np.ones(count, dtype=bool)
+    if split == "shipped":
+        return [("", everything, ~everything)]
+    if split == "published":
+        train = np.array([name.startswith("train") for name in table.split.tolist()], dtype=bool)
+        return [
+            (device, (table.device == device) & ~train, (table.device != device) & train)
+            for device in table.at(~train).devices()
+        ]
+    if split == "random":
+        shapes = row_codes([table.op, *table.dims.values()])
+        fold = np.random.default_rng(0).permutation(int(shapes.max(initial=0)) + 1)[shapes] % 5
+        return [(f"fold {i}", fold == i, fold != i) for i in range(5)]
+    if split == "leave-one-device-out":
+        labels = table.device
+    elif split == "leave-one-generation-out":
+        labels = np.array([generation_of(name) for name in table.device.tolist()], dtype=object)
+    else:
+        labels = table.source
+        if len(set(labels.tolist())) < 2:  # one publisher: its frameworks are the sources
+            labels = np.array([name.split(" ")[0] for name in table.software.tolist()], dtype=object)
+    return [(str(name), labels == name, labels != name) for name in dict.fromkeys(labels.tolist())]
+
+
+def _roofline(table: Measurements, sheets: Mapping[str, Sheet]) -> Floats:
+    found = np.full(len(table), np.nan)
+    for name, sheet in sheets.items():
+        rows = np.flatnonzero(table.device == name)
+        part = table.at(rows)
+        found[rows] = FAMILY_MODELS[table.family].bound_s(Rows(op=op_codes(part.op), dims=part.dims, sheet=sheet))
+    return found
+
+
+def _ratio(table: Measurements, sheets: Mapping[str, Sheet], roofline: Floats) -> Floats:
+    """Median of the same shape on the nearest other device, times the ratio of rooflines; NaN where it has none."""
+    found = np.full(len(table), np.nan)
+    shapes = row_codes([table.op, *table.dims.values()])
+    names = list(sheets)
+    for name in names:
+        others: Sequence[str] = sorted((n for n in names if n != name), key=lambda n: distance(sheets[n], sheets[name]))
+        mine = np.flatnonzero(table.device == name)
+        for other in others[:1]:
+            theirs = np.flatnonzero(table.device == other)
+            order = theirs[np.lexsort((table.latency_s[theirs], shapes[theirs]))]
+            keys, starts, counts = np.unique(shapes[order], return_index=True, return_counts=True)
+            middle = order[starts + (counts - 1) // 2]
+            place = np.clip(np.searchsorted(keys, shapes[mine]), 0, len(keys) - 1)
+            same = keys[place] == shapes[mine]
+            known = middle[place[same]]
+            found[mine[same]] = table.latency_s[known] * roofline[mine[same]] / roofline[known]
+    return found
+
+
+def _without_floor(sheet: Sheet) -> Sheet:
+    from dataclasses import replace
+
+    return replace(sheet, floor_s=np.array([np.nan]))

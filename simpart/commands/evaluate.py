@@ -1,0 +1,182 @@
+"""`simpart evaluate`: accuracy against published measurements."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from simpart.commands._output import print_document
+from simpart.errors import FormatError, UserError
+
+__all__ = ["DATA_SETS", "evaluate"]
+
+DATA_SETS: tuple[tuple[str, frozenset[str], str], ...] = (
+    ("collectives", frozenset({"num_gpus", "size_bytes", "latency_us"}), "simpart.costmodels.learned_comm:evaluate"),
+    ("ops", frozenset(), "simpart.costmodels.learned._command:evaluate"),
+)
+"""(kind, columns that tell it, `module:function`); the function takes (frame, name, split, floors, models, progress)
+and returns a Judged and more keys for the document. The last one says what is missing in an unknown file."""
+
+
+@click.command()
+@click.argument("dataset", type=click.Path())
+@click.option(
+    "--split",
+    default="shipped",
+    show_default=True,
+    help="shipped: the models that come with simpart. Else every constant is refitted on what the split leaves in: "
+    "leave-one-device-out, leave-one-generation-out, leave-one-source-out, published, random.",
+)
+@click.option("--models", type=click.Path(), help="Fitted models instead of the shipped ones.")
+@click.option("--floors", is_flag=True, help="Held-out devices may use the measured floor in their device file.")
+@click.option("--csv", "csv_path", type=click.Path(), help="Write every row with its prediction and baselines here.")
+@click.option("--figures", type=click.Path(), help="Write figures (PNG) into this folder.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def evaluate(
+    dataset: str,
+    split: str,
+    models: str | None,
+    floors: bool,
+    csv_path: str | None,
+    figures: str | None,
+    as_json: bool,
+) -> None:
+    """How near predictions come to measurements of DATASET (CSV or Parquet): error, bias, rank, intervals, baselines.
+
+    \b
+    Example: simpart evaluate op_gemm_aic.parquet --split leave-one-device-out
+    """
+    from simpart.evaluation import summary
+
+    frame = _read(Path(dataset))
+    columns = set(map(str, frame.columns))
+    kind, function = next((name, where) for name, needed, where in DATA_SETS if needed <= columns)
+    module, _, attribute = function.partition(":")
+    judged, more = getattr(importlib.import_module(module), attribute)(
+        frame, dataset, split, floors, models, _Progress()
+    )
+    found = summary(judged, by=("source", "device", "family", "size_class", "limit", "status", "op"))
+    document = {"dataset": dataset, "kind": kind, "split": split, **found, **more}
+    if csv_path:
+        _write_rows(judged, Path(csv_path))
+    if figures:
+        _draw(judged, Path(figures))
+    if as_json:
+        print_document(document)
+    else:
+        _print(document)
+
+
+class _Progress:
+    """Lines on stderr, at most two a second, once work takes longer than two."""
+
+    def __init__(self) -> None:
+        self.start = self.last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        now = time.monotonic()
+        if now - self.start > 2 and now - self.last > 0.5:
+            self.last = now
+            print(f"{text}, {now - self.start:.0f} s", file=sys.stderr, flush=True)
+
+
+def _read(path: Path) -> Any:
+    try:
+        import pandas as pd
+    except ImportError as error:
+        raise UserError("reading data sets needs pandas and pyarrow; install simpart[data]") from error
+    try:
+        frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, low_memory=False)
+    except Exception as error:  # pandas and pyarrow raise a dozen kinds, none of them ours
+        raise FormatError(f"cannot read {path} as a table: {' '.join(str(error).split())[:200]}") from error
+    if not len(frame):
+        raise FormatError(f"{path} has no rows")
+    return frame
+
+
+def _write_rows(judged: Any, path: Path) -> None:
+    """Every row: groups, measured, predicted, log-sd, baselines."""
+    import pandas as pd
+
+    from simpart.files import write_atomically
+
+    columns = {
+        **judged.groups, "measured_s": judged.measured_s, "predicted_s": judged.predicted_s, "log_sd": judged.log_sd,
+        **{f"baseline_{name}_s": values for name, values in judged.baselines.items()},
+    }  # fmt: skip
+    write_atomically(path, pd.DataFrame(columns).to_csv(index=False, float_format="%.6g"))
+
+
+def _draw(judged: Any, folder: Path) -> None:
+    """Predicted against measured, and error by device."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import numpy as np
+    from matplotlib import pyplot
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {folder}: {error.strerror}; give another --figures") from error
+    devices = sorted(set(judged.groups["device"].tolist()))
+    error = judged.predicted_s / judged.measured_s - 1.0
+    plot, axes = pyplot.subplots(figsize=(6, 6))
+    for name in devices:
+        mask = judged.groups["device"] == name
+        axes.loglog(judged.measured_s[mask], judged.predicted_s[mask], ".", markersize=2, label=name)
+    axes.set(xlabel="measured (s)", ylabel="predicted (s)")
+    axes.axline((1e-5, 1e-5), (1e-4, 1e-4), color="black", linewidth=0.5)
+    axes.legend(markerscale=4)
+    plot.savefig(folder / "predicted_measured.png", dpi=120)
+    pyplot.close(plot)
+    plot, axes = pyplot.subplots(figsize=(7, 4))
+    axes.boxplot([np.clip(error[(judged.groups["device"] == n) & np.isfinite(error)], -1, 2) for n in devices], sym="")
+    axes.set_xticks(range(1, len(devices) + 1), devices, rotation=30, ha="right", fontsize=7)
+    axes.set(ylabel="predicted / measured - 1")
+    axes.axhline(0, color="black", linewidth=0.5)
+    plot.tight_layout()
+    plot.savefig(folder / "error_by_device.png", dpi=120)
+    pyplot.close(plot)
+
+
+def _print(document: dict[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(f"{document['dataset']} ({document['kind']}), split {document['split']}", markup=False)
+    console.print(f"{document['covered']} of {document['rows']} rows covered", markup=False)
+    for reason, count in document["not_covered"].items():
+        console.print(f"  {count} rows: {reason}", markup=False)
+    for note in document.get("notes", ()):
+        console.print(f"note: {note}", markup=False)
+    table = Table(
+        "", "rows", "MAPE", "median", "bias", "in 90 % interval", "half-width", *document["baselines"], box=None
+    )
+    table.add_row(
+        "all",
+        str(document["covered"]),
+        *_cells(document),
+        *(_percent(b["mape"]) for b in document["baselines"].values()),
+    )
+    for group in ("family", "device", "size_class"):
+        for name, row in document["by"].get(group, {}).items():
+            table.add_row(name, str(row["rows"]), *_cells(row), *(_percent(v) for v in row["baselines"].values()))
+    console.print(table)
+    charged = document["mape_all"]
+    console.print(f"MAPE with uncovered rows charged at the roofline's error: {_percent(charged)}", markup=False)
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    keys = ("mape", "median", "bias", "interval_coverage_90", "interval_half_width_median")
+    return [_percent(row[key]) for key in keys]
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f} %"

@@ -1,0 +1,57 @@
+"""`simpart fit`: learn compute models from measured kernels."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import time
+from typing import Any
+
+import click
+
+from simpart.commands._output import print_document
+
+__all__ = ["fit"]
+
+
+@click.command()
+@click.argument("sources", nargs=-1, required=True, type=click.Path())
+@click.option(
+    "-o", "--output", type=click.Path(), help="Where to write the models; default: in place of the shipped ones."
+)
+@click.option("--family", "only", multiple=True, help="Learn only this family; may be repeated.")
+@click.option("--seed", default=0, show_default=True, help="Same seed, same data, same versions: same bytes.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
+def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], seed: int, as_json: bool) -> None:
+    """Learn kernel times from measurements in SOURCES (files or folders); prints errors on held-out devices.
+
+    \b
+    Example: simpart fit data/ops -o models.npz
+    """
+    start = time.monotonic()
+    last = start
+
+    def progress(text: str) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last > 0.5:
+            last = now
+            print(f"{text}, {now - start:.0f} s", file=sys.stderr, flush=True)
+
+    module: Any = importlib.import_module("simpart.costmodels.learned._command")
+    models, files = module.fit(sources, output, only, seed, progress)
+    families = {name: {"weight": model.weight, **model.facts} for name, model in models.items()}
+    if as_json:
+        print_document(
+            {"families": families, "files": files, "output": output, "timing": {"fit_s": time.monotonic() - start}}
+        )
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("family", "held out", "as", "rows", "MAPE", "bias", box=None)
+    for name, facts in families.items():
+        for device, row in facts.get("held_out", {}).items():
+            table.add_row(name, device, row["status"], str(row["rows"]), f"{row['mape']:.1%}", f"{row['bias']:+.1%}")
+    Console(highlight=False, soft_wrap=True).print(table)
+    click.echo(f"fitted in {time.monotonic() - start:.0f} s")
