@@ -11,7 +11,7 @@ import numpy as np
 from simpart.engines.order import Deadlock, static_order
 from simpart.errors import UserError
 from simpart.program import TaskKind, Topology
-from simpart.schedule import Action, Rows, Schedule, grid
+from simpart.schedule import Action, Overlapped, Rows, Schedule, grid
 
 __all__ = [
     "Reduction", "Shape", "StageEdge", "build_topology", "class_of_action", "class_of_reduction", "class_of_send",
@@ -19,6 +19,7 @@ __all__ = [
 ]  # fmt: skip
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+NONE = np.zeros(0, dtype=np.int64)
 KINDS = "FBIW"
 """Actions by the number of their `TaskKind`."""
 
@@ -84,12 +85,13 @@ def topology_of(shape: Shape) -> Topology:
 
 
 class Actions(NamedTuple):
-    """All rows one after the other, as arrays; `kind` indexes KINDS."""
+    """All rows one after the other, as arrays; `kind` indexes KINDS, `pairs` are the places of overlapped forwards."""
 
     indptr: Ints
     stage: Ints
     kind: Ints
     micro_batch: Ints
+    pairs: Ints
 
 
 def actions_of(shape: Shape) -> Actions:
@@ -107,7 +109,7 @@ def actions_of(shape: Shape) -> Actions:
             np.put_along_axis(kind, at, number, axis=1)
             np.put_along_axis(micro_batch, at, np.broadcast_to(m, at.shape), axis=1)
         return Actions(
-            np.arange(stages + 1) * 2 * count, np.repeat(order, 2 * count), kind.ravel(), micro_batch.ravel()
+            np.arange(stages + 1) * 2 * count, np.repeat(order, 2 * count), kind.ravel(), micro_batch.ravel(), NONE
         )
     return actions_of_rows(shape.schedule.rows(shape.group_of_stage, count))
 
@@ -117,7 +119,9 @@ def actions_of_rows(rows: Rows) -> Actions:
     indptr = np.cumsum([0] + [len(row) for row in rows])
     stage = np.array([a.stage for a in flat], dtype=np.int64)
     kind = np.array([KINDS.index(a.kind) for a in flat], dtype=np.int64)
-    return Actions(indptr, stage, kind, np.array([a.micro_batch for a in flat], dtype=np.int64))
+    micro_batch = np.array([a.micro_batch for a in flat], dtype=np.int64)
+    pairs = np.array([i for i, a in enumerate(flat) if isinstance(a, Overlapped)], dtype=np.int64)
+    return Actions(indptr, stage, kind, micro_batch, pairs)
 
 
 def build_topology(shape: Shape, actions: Actions) -> Topology:
@@ -136,10 +140,12 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
     split = at[:, 1] < 0
     forward, backward = at[:, 0], np.where(split, at[:, 2], at[:, 1])  # I or B gives the input's gradient
     forward_row, backward_row = row_at[:, 0], np.where(split, row_at[:, 2], row_at[:, 1])
+    made = forward.copy()  # what waits for a forward waits for the backward it overlaps with
+    made[actions.stage[actions.pairs], actions.micro_batch[actions.pairs]] += 1
     hops = []
     for e, edge in enumerate(shape.edges):
         a, b = edge.source, edge.target
-        hops.append(_Hop(e, False, forward[a].copy(), forward[b], forward_row[a], forward_row[b]))
+        hops.append(_Hop(e, False, made[a].copy(), forward[b], forward_row[a], forward_row[b]))
         if edge.backward:
             hops.append(_Hop(e, True, backward[b].copy(), backward[a], backward_row[b], backward_row[a]))
     links = _links(hops, groups) if shape.transfers == "tasks" else []
@@ -155,6 +161,8 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
         degrees[edge.target, 0] += 1
         degrees[edge.source, 1:3] += edge.backward
     degree[task_of] = degrees[actions.stage, actions.kind]
+    own = degree.copy()
+    degree[task_of[actions.pairs]] += degree[task_of[actions.pairs + 1]]
     degree[group_indptr[-1] :] = 1
 
     joins: list[tuple[int, list[int]]] = []  # tasks of collectives that groups enter together, with what they wait for
@@ -196,6 +204,10 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
         predecessors[edges_in] = hop.source
         if shape.transfers == "lags":
             lag[edges_in] = np.where(hop.source_row != hop.target_row, 2 * hop.edge + hop.backward, -1)
+    for i in task_of[actions.pairs].tolist():  # needs what its partner needs
+        start, partner = indptr[i] + own[i], slice(indptr[i + 1], indptr[i + 2])
+        predecessors[start : indptr[i + 1]] = predecessors[partner]
+        lag[start : indptr[i + 1]] = lag[partner]
     for i, others in joins:
         predecessors[indptr[i] : indptr[i + 1]] = others
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +14,23 @@ from simpart.engines import compiled
 from simpart.engines.simpy_engine import simulate_events
 from simpart.errors import UserError
 from simpart.program import Durations
-from simpart.schedule import SCHEDULES, Schedule, gpipe, one_f_one_b, parse_rows
-from simpart.simulation import makespan
+from simpart.schedule import (
+    SCHEDULES,
+    Action,
+    Rows,
+    Schedule,
+    StageTimes,
+    exact_zero_bubble,
+    format_rows,
+    gpipe,
+    group_spans,
+    one_f_one_b,
+    parse_rows,
+    read_schedule,
+    zero_bubble,
+)
+from simpart.simulation import chain_times, makespan
+from simpart.testing.schedule_suite import ScheduleCase, check_schedule, held, placement, schedule_cases
 from simpart.topology import Shape, StageEdge, actions_of, actions_of_rows, topology_of
 
 SECONDS = st.integers(1, 9).map(float)
@@ -45,8 +61,8 @@ def test_1f1b_of_equal_stages_takes_its_closed_form(stages: int, count: int, f: 
 def test_no_schedule_beats_the_bound(chain: tuple[list[float], list[float], int], latency: float) -> None:
     f, b, count = chain
     bound = max(count * (f[s] + b[s]) + sum(f[x] + b[x] for x in range(s)) + 2 * s * latency for s in range(len(f)))
-    for build in SCHEDULES.values():
-        assert makespan(build(range(len(f)), count), f, b, latency)[0] >= bound - 1e-9
+    for kind in ("gpipe", "1f1b", "looped-bfs"):
+        assert makespan(SCHEDULES[kind](range(len(f)), count), f, b, latency)[0] >= bound - 1e-9
 
 
 @given(chains())
@@ -86,12 +102,12 @@ def test_worked_examples(
     assert tuple(found) == expected
 
 
-@pytest.mark.parametrize("groups", [(0,), (0, 1, 2), (2, 0, 1), (0, 1, 0, 1), (1, 0, 1)])
-@pytest.mark.parametrize("kind", sorted(SCHEDULES))
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [("1f1b", (0,)), ("1f1b", (0, 1, 2)), ("1f1b", (2, 0, 1)), ("gpipe", (0, 1, 2)), ("gpipe", (0, 1, 0, 1))],
+)
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_fast_rows_equal_the_schedules_own(groups: tuple[int, ...], kind: str, count: int) -> None:
-    if kind == "1f1b" and len(set(groups)) < len(groups):
-        pytest.skip("1f1b has one stage per group")
     shape = Shape(groups, Schedule(kind=kind), count, ())
     expected = actions_of_rows(shape.schedule.rows(groups, count))
     assert all((a == b).all() for a, b in zip(actions_of(shape), expected, strict=True))
@@ -101,8 +117,9 @@ EDGES = (StageEdge(0, 1), StageEdge(1, 2), StageEdge(0, 2), StageEdge(1, 3, Fals
 
 
 @pytest.mark.parametrize("transfers", ["tasks", "lags"])
-@pytest.mark.parametrize(("groups", "kind"), [((0, 1, 2, 3), "1f1b"), ((0, 1, 2, 3), "gpipe"), ((0, 1, 0, 1), "gpipe")])
-def test_engines_agree_on_every_schedule_with_skips(transfers: str, groups: tuple[int, ...], kind: str) -> None:
+@pytest.mark.parametrize("kind", sorted(SCHEDULES))
+def test_engines_agree_on_every_schedule_with_skips(transfers: str, kind: str) -> None:
+    groups = next(tuple(home) for n in (4, 2) if len(home := placement(kind, n)) == 4)
     topology = topology_of(Shape(groups, Schedule(kind=kind), 5, EDGES, transfers, (), True))  # type: ignore[arg-type]
     rng = np.random.default_rng(0)
     durations = Durations(task_s=rng.random(len(topology.class_names)), lag_s=rng.random(2 * len(EDGES)))
@@ -176,3 +193,128 @@ def test_a_deadlock_in_a_long_schedule_shows_where() -> None:
     ) as caught:
         makespan(tuple(map(tuple, rows)), [1] * 4, [1] * 4)
     assert len(str(caught.value)) < 2000
+
+
+# --- all schedules ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", sorted(SCHEDULES))
+def test_every_schedule_keeps_its_promises(kind: str) -> None:
+    cases: list[ScheduleCase] = [case for case in schedule_cases() if case.kind == kind]
+    assert len(cases) >= 10
+    for case in cases:
+        check_schedule(case)
+
+
+@pytest.mark.parametrize("kind", sorted(SCHEDULES))
+def test_schedules_survive_torchs_text(kind: str, tmp_path: Path) -> None:
+    home = placement(kind, 4)
+    schedule = Schedule(kind=kind)
+    rows = schedule.rows(home, 17)
+    (tmp_path / "rows.csv").write_text(format_rows(rows))
+    explicit = read_schedule(tmp_path / "rows.csv")
+    assert explicit.explicit == rows
+    assert bool(explicit.overlapped) == kind.startswith("dualpipe")
+    pairs = [chain_times(r, [1.0] * len(home), [2.0] * len(home), [1.5] * len(home)) for r in (rows, explicit.explicit)]
+    assert pairs[0].end_s.tolist() == pairs[1].end_s.tolist()
+
+
+def test_overlapped_actions_start_and_end_together() -> None:
+    rows = parse_rows("0F0,0F1,(0F2;0B0)OVERLAP_F_B,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2")
+    plain = parse_rows("0F0,0F1,0F2,0B0,0B1,0B2\n1F0,1B0,1F1,1B1,1F2,1B2")
+    assert rows == plain and Schedule(kind="explicit", explicit=rows) != Schedule(kind="explicit", explicit=plain)
+    times = [chain_times(r, [1, 1], [3, 1], [1, 1]) for r in (rows, plain)]
+    assert [float(t.start_s[2]) for t in times] == [4.0, 2.0]  # the pair waits for 1B0, which ends at 4
+    assert [float(t.start_s[10]) for t in times] == [9.0, 7.0]  # 1F2 waits for the pair, or only for 1B1
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "message"),
+    [("interleaved-1f1b", [0, 1, 1, 0], "go round all groups"), ("zb-v", [0, 1, 0, 1], "down the groups and back up"),
+     ("zb-h1", [0, 0], "one stage per device group"), ("dualpipe", [0, 1, 2], "even number of stages, got 3"),
+     ("1f2b", [0], "1f1b")],
+)  # fmt: skip
+def test_a_placement_that_a_schedule_cannot_use_is_refused(kind: str, groups: list[int], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Schedule(kind=kind).rows(groups, 4)
+
+
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [("0F0,2F0\n1F0", "names stage 2 of 2"), ("0F0,1F0\n1F0", "stands in row 0"),
+     ("0F0,0F7\n1F0", "micro-batch 7 of 1"), ("0F0,0F0\n1F0", "occurs twice"), ("0B0,0F0\n1F0", "comes before 0F0")],
+)  # fmt: skip
+def test_the_first_action_at_fault_is_marked(text: str, fault: str) -> None:
+    with pytest.raises(UserError, match=fault) as caught:
+        Schedule(kind="explicit", explicit=parse_rows(text)).rows([0, 1], 1)
+    first, *table = str(caught.value).splitlines()
+    assert first.split()[1] in "".join(table).partition(">")[2].partition("<")[0]
+
+
+# --- zero bubble ------------------------------------------------------------------------------------------------------
+@st.composite
+def stage_times(draw: st.DrawFn) -> tuple[list[int], int, StageTimes, float]:
+    home = draw(st.sampled_from([[0], [0, 1], [0, 1, 2], [0, 1, 1, 0], [0, 1, 0, 1], [1, 0]]))
+    n = len(home)
+    f, i, w = (tuple(draw(st.lists(SECONDS, min_size=n, max_size=n))) for _ in range(3))
+    send = tuple(draw(st.lists(st.sampled_from([0.0, 0.5, 4.0]), min_size=n - 1, max_size=n - 1)))
+    times = StageTimes(forward_s=f, input_s=i, weight_s=w, send_s=send, held=(1.0,) * n, kept=(0.5,) * n)
+    return home, draw(st.integers(1, 6)), times, draw(st.sampled_from([3.0, 5.0, 100.0]))
+
+
+@given(stage_times())
+def test_zero_bubble_orders_are_complete_and_stay_within_memory(
+    case: tuple[list[int], int, StageTimes, float],
+) -> None:
+    home, count, times, limit = case
+    rows = zero_bubble(home, count, times, limit)
+    Schedule(kind="explicit", explicit=rows).rows(home, count)
+    assert max(map(held, rows)) <= limit
+    work = [0.0] * len(rows)
+    for s, g in enumerate(home):
+        work[g] += count * (times.forward_s[s] + times.input_s[s] + times.weight_s[s])
+    assert max(end for _, end in group_spans(rows, times)) >= max(work) - 1e-9
+
+
+def all_orders(stage: int, count: int) -> list[tuple[Action, ...]]:
+    """Every order of a stage's actions in which each kind runs in order and I follows F, W follows I."""
+    found: list[tuple[Action, ...]] = []
+
+    def extend(row: tuple[Action, ...], done: tuple[int, int, int]) -> None:
+        if sum(done) == 3 * count:
+            found.append(row)
+        for k, kind in enumerate("FIW"):
+            if done[k] < (count if k == 0 else done[k - 1]):
+                after = tuple(n + (j == k) for j, n in enumerate(done))
+                extend((*row, Action(stage, kind, done[k])), after)  # type: ignore[arg-type]
+
+    extend((), (0, 0, 0))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("count", "limit", "seconds", "send"),
+    [(2, 2, (1, 1, 1), 0), (3, 2, (2, 3, 1), 0.5), (3, 3, (1, 2, 4), 0), (2, 1, (1, 1, 1), 2)],
+)
+def test_the_exact_order_is_that_of_enumeration(
+    count: int, limit: int, seconds: tuple[int, int, int], send: float
+) -> None:
+    times = StageTimes.equal(2, *seconds, send)
+
+    def span(rows: Rows) -> float:
+        try:
+            f, i, w = ([float(x)] * 2 for x in seconds)
+            return chain_times(rows, f, i, w, send).makespan_s
+        except UserError:
+            return float("inf")
+
+    orders = [[row for row in all_orders(s, count) if held(row) <= limit] for s in range(2)]
+    best = min(span(pair) for pair in itertools.product(*orders))
+    found = exact_zero_bubble([0, 1], count, times, limit)
+    assert found.cost_s == pytest.approx(best) == pytest.approx(found.bound_s) == pytest.approx(span(found.rows))
+    assert max(map(held, found.rows)) <= limit
+    heuristic = max(end for _, end in group_spans(zero_bubble([0, 1], count, times, limit), times))
+    assert heuristic >= best - 1e-9
+
+
+def test_a_limit_below_one_micro_batch_is_refused() -> None:
+    with pytest.raises(UserError, match=r"holds at most 0.5 per group; raise the limit"):
+        zero_bubble([0, 1], 4, StageTimes.equal(2, 1, 1, 1), 0.5)

@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple
 
 from simpart.errors import UserError
 
-__all__ = ["Action", "ActionKind", "Rows", "format_rows", "grid", "parse_rows"]
+__all__ = ["Action", "ActionKind", "Overlapped", "Rows", "format_rows", "grid", "parse_rows"]
 
 ActionKind = Literal["F", "B", "I", "W"]
 
@@ -24,30 +24,40 @@ class Action(NamedTuple):
         return f"{self.stage}{self.kind}{self.micro_batch}"
 
 
+class Overlapped(Action):
+    """A forward that runs together with the backward behind it in its row: both start when both can, and what it makes
+    is there when both are done. Equal to the plain Action."""
+
+    __slots__ = ()
+
+
 Rows = tuple[tuple[Action, ...], ...]
 
+_CELL = re.compile(r"\([^()]*\)[^,]*|[^,]+")
 _ACTION = re.compile(r"(\d+)([FBIW])(\d+)", re.ASCII)
-_PAIR = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
+_PAIR = re.compile(r"\((\d+)F(\d+);(\d+)B(\d+)\)OVERLAP_F_B", re.ASCII)
 _IMPLIED = re.compile(r"\d+(SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)\d*", re.ASCII)
 """What torch's dumps hold besides actions; here it follows from the stages."""
 
 
 def parse_rows(text: str) -> Rows:
-    """Read rows of actions, one line per device group, as torch's runtime reads and dumps them.
-
-    Empty cells (waiting), transfers and gradient reductions are skipped; an overlapped pair `(0F1;3B0)OVERLAP_F_B` is
-    its two actions in order, which is how torch runs it.
+    """Read rows of actions, one line per device group, as torch's runtime reads and dumps them. Empty cells (waiting),
+    transfers and gradient reductions are skipped.
 
     >>> parse_rows("0F0,0B0")[0][1]
     Action(stage=0, kind='B', micro_batch=0)
+    >>> format_rows(parse_rows("0F0,,(0F1;3B0)OVERLAP_F_B,3SEND_B0"))
+    '0F0,(0F1;3B0)OVERLAP_F_B'
     """
     rows = []
     for number, line in enumerate(filter(None, map(str.strip, text.splitlines())), 1):
-        row = []
-        for cell in filter(None, (part.strip() for part in _PAIR.sub(r"\1", line).replace(";", ",").split(","))):
-            match = _ACTION.fullmatch(cell)
-            if match is not None:
+        row: list[Action] = []
+        for cell in filter(None, (found.strip() for found in _CELL.findall(line))):
+            if match := _ACTION.fullmatch(cell):
                 row.append(Action(int(match[1]), match[2], int(match[3])))  # type: ignore[arg-type]
+            elif match := _PAIR.fullmatch(cell):
+                ahead, m, back, n = map(int, match.groups())
+                row += [Overlapped(ahead, "F", m), Action(back, "B", n)]
             elif not _IMPLIED.fullmatch(cell):
                 raise UserError(
                     f"row {number}: {cell!r} is not an action; write stage, F, B, I or W, micro-batch, as in 0F3"
@@ -58,7 +68,14 @@ def parse_rows(text: str) -> Rows:
 
 def format_rows(rows: Rows) -> str:
     """The text that `parse_rows` reads, and torch's `_load_csv`."""
-    return "\n".join(",".join(map(str, row)) for row in rows)
+    lines = []
+    for row in rows:
+        cells, actions = [], iter(row)
+        for action in actions:
+            pair = isinstance(action, Overlapped)
+            cells.append(f"({action};{next(actions)})OVERLAP_F_B" if pair else str(action))
+        lines.append(",".join(cells))
+    return "\n".join(lines)
 
 
 def grid(rows: Sequence[Sequence[Action]], mark: tuple[int, int] | None = None, reach: int = 8) -> str:

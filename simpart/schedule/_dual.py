@@ -7,13 +7,14 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
 from simpart.errors import UnsupportedError
-from simpart.schedule._actions import Action, ActionKind, Rows
+from simpart.schedule._actions import Action, Overlapped, Rows
 from simpart.schedule._placement import one_each, v_shape
 
 __all__ = ["dualpipe", "dualpipev", "zb_v"]
 
-Turn = tuple[int, ActionKind]
-"""An action of a group's first (0) or second (1) stage; micro-batches are counted off."""
+Turn = tuple[int, str]
+"""An action of a group's first (0) or second (1) stage; micro-batches are counted off. `&` is a forward that overlaps
+with the backward behind it."""
 
 
 def zb_v(group_of_stage: Sequence[int], micro_batches: int) -> Rows:
@@ -35,7 +36,7 @@ def _zb_v(r: int, groups: int, micro_batches: int) -> Iterator[Turn]:
         if first < count:
             yield 0, "F"
             first += 1
-        yield from [(0, "I"), (0, "W"), (1, "F"), (1, "I"), (1, "W")]  # type: ignore[misc]
+        yield from [(0, "I"), (0, "W"), (1, "F"), (1, "I"), (1, "W")]
         second += 1
     yield from [(0, "I"), (1, "I")] * r
     yield from [(0, "I"), (0, "W")] * (groups - r)
@@ -95,8 +96,10 @@ def _dual(r: int, groups: int, count: int) -> Iterator[Turn]:
         yield backward(1, True)
         yield from weight()
         yield 1, "F"
-    yield from [(0, "F"), (1, "B"), (1, "F"), (0, "B")] * (count - 2 * groups + r + 1)
-    yield from [(1, "B"), (1, "F"), (0, "B")] * after
+    for i in range(count - 2 * groups + r + 1):
+        yield 0, "F" if i == 0 and after == 0 else "&"
+        yield from [(1, "B"), (1, "&"), (0, "B")]
+    yield from [(1, "B"), (1, "&"), (0, "B")] * after
     split = False
     for i in range(r + 1):
         split = split or (i == (r + 1) // 2 and r % 2 == 1)
@@ -121,13 +124,19 @@ def _v_rows(order: Sequence[int], micro_batches: int, turns: Sequence[Iterator[T
 def _count_off(turns: Iterator[Turn], stages: tuple[tuple[int, range], tuple[int, range]]) -> tuple[Action, ...]:
     """Give every turn its stage and the next micro-batch of that stage and kind; drop those beyond the last."""
     done: Counter[tuple[int, str]] = Counter()
-    row = []
+    row: list[Action] = []
     for which, kind in turns:
         stage, share = stages[which]
-        m = done[which, kind] if kind != "B" else done[which, "I"]
+        counted = {"B": "I", "&": "F"}.get(kind, kind)
+        m = done[which, counted]
+        done[which, counted] += 1
         if kind == "B":
             done[which, "W"] += 1
-        done[which, "I" if kind == "B" else kind] += 1
-        if m < len(share):
-            row.append(Action(stage, kind, share[m]))
+        if m >= len(share):
+            if kind == "B" and row and isinstance(row[-1], Overlapped):  # its partner is left out
+                row[-1] = Action(*row[-1])
+        elif kind == "&":
+            row.append(Overlapped(stage, "F", share[m]))
+        else:
+            row.append(Action(stage, kind, share[m]))  # type: ignore[arg-type]
     return tuple(row)

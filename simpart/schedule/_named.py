@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from simpart.errors import UnknownNameError, UserError
-from simpart.schedule._actions import Rows, parse_rows
+from simpart.schedule._actions import Overlapped, Rows, parse_rows
 from simpart.schedule._check import check_rows
 from simpart.schedule._classic import gpipe, interleaved_1f1b, interleaved_zb, looped_bfs, one_f_one_b
 from simpart.schedule._dual import dualpipe, dualpipev, zb_v
@@ -77,6 +77,12 @@ class Schedule:
     kind: str = "1f1b"
     parameters: tuple[tuple[str, int], ...] = ()
     explicit: Rows = ()
+    overlapped: tuple[tuple[int, int], ...] = field(default=(), init=False)
+    """Row and place of overlapped actions, which compare equal to plain ones."""
+
+    def __post_init__(self) -> None:
+        pairs = ((g, c) for g, row in enumerate(self.explicit) for c, a in enumerate(row) if isinstance(a, Overlapped))
+        object.__setattr__(self, "overlapped", tuple(pairs))
 
     def rows(self, group_of_stage: Sequence[int], micro_batches: int) -> Rows:
         """The actions of each device group, checked to be complete; raises UserError where they are not."""

@@ -69,7 +69,7 @@ def zero_bubble(
     groups = max(group_of_stage) + 1
     limits = [float(limit)] * groups if isinstance(limit, int | float) else [float(x) for x in limit]
     trial = min(micro_batches, 3 * groups + 2)
-    settings: list[tuple[float, int, _Order]] = []
+    settings: list[tuple[float, int, tuple[_Order, float]]] = []
     best: tuple[float, _Placed] | None = None
     for order in _orders(group_of_stage, micro_batches, times, limits):
         for patience in PATIENCE:

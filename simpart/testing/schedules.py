@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from simpart.schedule import SCHEDULES
+from simpart.schedule import SCHEDULES, StageTimes, group_spans, zero_bubble
 from simpart.simulation import makespan
+from simpart.testing.golden import AtMost
+from simpart.testing.schedule_suite import held
 
-__all__ = ["replay_schedule", "solve_schedule"]
+__all__ = ["replay_schedule", "solve_schedule", "solve_zero_bubble"]
 
 
 def replay_schedule(
@@ -37,3 +39,20 @@ def solve_schedule(inputs: dict[str, Any]) -> dict[str, Any]:
         "dapple_pivot": {"Q": pivot, "T": pivot_time},
         "lower_bound": bounds.schedule_lower_bound_s(forward, backward, micro_batches, latency),
     }
+
+
+def solve_zero_bubble(inputs: dict[str, Any]) -> dict[str, Any]:
+    """A zero-bubble order within a memory limit, one stage per group; the cost is the longest span of a stage."""
+    stages, micro_batches, limit = (int(inputs[key]) for key in ("stages", "micro_batches", "memory_limit"))
+    forward, split, weight, latency = (
+        float(inputs[key]) for key in ("F", "B_input_grad", "W_weight_grad", "p2p_latency")
+    )
+    memory = [float(inputs[key]) for key in ("mem_F", "mem_B", "mem_W")]
+    times = StageTimes.equal(stages, forward, split, weight, latency)
+    rows = zero_bubble(range(stages), micro_batches, times, limit, "span")
+    assert memory == [1.0, -0.5, -0.5] and max(map(held, rows)) <= limit
+    cost = max(end - start for start, end in group_spans(rows, times))
+    work = micro_batches * (forward + split + weight)
+    assert cost >= work
+    formula = work + (stages - 1) * (forward + split - weight) + 4 * (stages - 1) * latency
+    return {"cost": AtMost(cost), "ideal_work": work, "zb_h1_formula": formula if limit == stages else None}
