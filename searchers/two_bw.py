@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from simpart.searchers.equal import Equal
 from simpart.searchers.piper import PiperPlan, PiperProblem, PiperStage, repeated, stage_time_s
 
-__all__ = ["equal_stages", "solve"]
+__all__ = ["equal_stages", "solve", "two_bw"]
 
 
 def equal_stages(count: int, layers: Sequence[int], nodes: int) -> list[tuple[int, ...]]:
@@ -60,3 +61,11 @@ def _plan(problem: PiperProblem, cuts: list[tuple[int, ...]], data: int, tensor:
         stages.append(PiperStage(nodes=nodes, variants=(variant,) * len(nodes), data=data, tensor=tensor))
     value = max(stage_time_s(problem, stage, data * (len(stages) - x)) for x, stage in enumerate(stages))
     return None if value == math.inf else PiperPlan(stages=tuple(stages), value_s=value)
+
+
+def two_bw() -> Equal:
+    """The same rules on simpart's prices: equal layers, the same replicas for all, all layers recomputed or none.
+
+    Only what fits is ranked, by M × the slowest stage.
+    """
+    return Equal(name="two_bw", weigh="layers", within_memory=True)

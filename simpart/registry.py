@@ -14,8 +14,22 @@ from simpart.hardware import Cluster
 
 __all__ = ["SEARCHERS", "default_costs", "folder", "load_searcher", "local_profiler", "searcher_names"]
 
-SEARCHERS = {"rannc": "simpart.searchers.rannc:Rannc"}
-"""Name of a searcher → `module:class`; the class is called without arguments."""
+SEARCHERS = {
+    "alpa": "simpart.searchers.alpa:Alpa",
+    "annealing": "simpart.searchers.annealing:Annealing",
+    "dapple": "simpart.searchers.dapple:DappleSearcher",
+    "equal_flops": "simpart.searchers.equal:equal_flops",
+    "equal_layers": "simpart.searchers.equal:equal_layers",
+    "equal_parameters": "simpart.searchers.equal:equal_parameters",
+    "exhaustive": "simpart.searchers.exhaustive:Exhaustive",
+    "grid": "simpart.searchers.grid:Grid",
+    "pipedream": "simpart.searchers.pipedream:PipeDream",
+    "piper": "simpart.searchers.piper:Piper",
+    "random": "simpart.searchers.random:Random",
+    "rannc": "simpart.searchers.rannc:Rannc",
+    "two_bw": "simpart.searchers.two_bw:two_bw",
+}
+"""Name of a searcher → `module:class or function`, called without arguments."""
 
 
 def searcher_names() -> list[str]:

@@ -91,13 +91,14 @@ class SearchResult:
 
 @dataclass(slots=True)
 class Control:
-    """What the loop offers a searcher while it works."""
+    """What the loop offers a searcher while it works. `latest` is the candidate proposed last, once evaluated."""
 
     deadline: float | None = None
     clock: Callable[[], float] = time.monotonic
     executor: Executor | None = None
     finished: dict[str, Any] = field(default_factory=dict)
     incumbent: Evaluated | None = None
+    latest: Evaluated | None = None
     bound_s: float | None = None
     on_report: Callable[[int | None, int | None, float | None], None] | None = None
     on_done: Callable[[str, Any], None] | None = None
@@ -186,6 +187,7 @@ def search(
                     infeasible[reason] = infeasible.get(reason, 0) + 1
                 elif control.incumbent is None or evaluated.rank < control.incumbent.rank:
                     control.incumbent = evaluated
+            control.latest = found[candidate.plan] if candidate.plan is not None else None
             if budget.candidates is not None and proposed >= budget.candidates:
                 stopped = "budget"
                 break

@@ -1,0 +1,38 @@
+"""Plans drawn at random: the plainest baseline of a search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from simpart.problem import Problem
+from simpart.searchers._chain_plans import stages_text, why_no_plans
+from simpart.searchers._points import Points
+from simpart.searching import Candidate, Control
+
+__all__ = ["Random"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Random:
+    """`draws` plans: a shape, a number of stages, cuts and replica counts, each with equal chances."""
+
+    name: str = "random"
+    most_blocks: int = 32
+    draws: int = 256
+
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+        """Plans in the order drawn; a reason if there is none at all."""
+        points = Points(problem, control, self.most_blocks)
+        if not len(points):
+            yield from why_no_plans(problem, {}, set())
+            return
+        for done in range(self.draws):
+            control.check()
+            point = points.draw(rng)
+            control.report(done=done, total=self.draws)
+            yield Candidate(
+                plan=points.plan(point), family=stages_text(len(point.stages)), objective_s=points.estimate_s(point)
+            )

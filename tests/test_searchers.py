@@ -1,0 +1,187 @@
+"""Every searcher on the same problems: odd device counts, one layer, batches that do not divide, narrow spaces."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from simpart.graph import Graph
+from simpart.hardware import load_cluster
+from simpart.problem import Problem, Space
+from simpart.registry import SEARCHERS, default_costs, load_searcher, searcher_names
+from simpart.searchers._bottleneck import least_bottlenecks
+from simpart.searchers._points import Points
+from simpart.searchers.annealing import Annealing
+from simpart.searchers.exhaustive import Exhaustive
+from simpart.searchers.random import Random
+from simpart.searching import Budget, Control, search
+from simpart.testing.searcher_suite import check_searcher
+from simpart.training import TrainingSpec
+
+
+def _capture(layers: int) -> Graph:
+    from simpart.capture import capture
+    from simpart.zoo import GPTDims, ZooFactory
+
+    return capture(ZooFactory("gpt", GPTDims(layers=layers, hidden=64, heads=4, seq=32, vocab=256)), model="gpt")
+
+
+@pytest.fixture(scope="module")
+def four_layers() -> Graph:
+    return _capture(4)
+
+
+@pytest.fixture(scope="module")
+def one_layer() -> Graph:
+    return _capture(1)
+
+
+def problem_of(graph: Graph, devices: int, global_batch: int, space: Space = Space()) -> Problem:  # noqa: B008
+    cluster = load_cluster(f"local:{devices}")
+    costs = default_costs(cluster, profiles=False)
+    return Problem(
+        graph=graph, training=TrainingSpec(), cluster=cluster, costs=costs, global_batch=global_batch, space=space
+    )
+
+
+NAMES = sorted(SEARCHERS)
+SPACES: dict[str, Space] = {
+    "two stages": Space(min_stages=2, max_stages=2),
+    "gpipe without recomputation": Space(schedules=("gpipe",), recompute=("none",)),
+    "few micro-batches": Space(max_micro_batches=2, schedules=("1f1b",)),
+    "idle devices": Space(use_fewer_devices=True, max_micro_batches=4),
+}
+
+
+def test_the_table_of_searchers_is_complete() -> None:
+    assert set(NAMES) <= set(searcher_names())
+    assert [load_searcher(name).name for name in NAMES] == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("space", SPACES)
+def test_searchers_keep_to_the_space(four_layers: Graph, name: str, space: str) -> None:
+    result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 4, 8, SPACES[space]))
+    assert result.best is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_searchers_take_any_number_of_devices_and_samples(four_layers: Graph, name: str) -> None:
+    result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 7, 6))
+    equal = name.startswith("equal") or name in ("grid", "two_bw")
+    # Seven equal stages of four layers and six samples: only what may share devices unevenly finds plans for sure.
+    assert result.best is not None or equal
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_searchers_plan_one_layer_on_more_devices_than_it_needs(one_layer: Graph, name: str) -> None:
+    assert check_searcher(lambda: load_searcher(name), problem_of(one_layer, 3, 6)).best is not None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_searchers_say_why_nothing_can_be_planned(four_layers: Graph, name: str) -> None:
+    result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 4, 8, Space(min_stages=9)))
+    assert result.best is None and all(isinstance(reason, str) for reason in result.families.values())
+
+
+def test_points_are_counted_drawn_and_moved_within_the_list(four_layers: Graph) -> None:
+    points = Points(problem_of(four_layers, 4, 4, Space(max_stages=3)), Control(), 5)
+    listed = list(points)
+    assert len(listed) == len(points) == len(set(listed))
+    rng = np.random.default_rng(0)
+    here, seen = points.draw(rng), set()
+    for _ in range(300):
+        here = points.move(rng, here)
+        seen |= {here, points.draw(rng)}
+    assert seen <= set(listed) and len(seen) > 60
+
+
+def test_planners_that_are_exact_agree_with_listing_their_own_objective(four_layers: Graph) -> None:
+    problem = problem_of(four_layers, 4, 8)
+    points = Points(problem, Control(), 6)
+    costs = [case.costs for case in points.cases]
+
+    def total(number: int, times: list[float]) -> float:
+        return sum(times) + (costs[number].micro_batches - 1) * max(times)
+
+    least_slowest, least_total = math.inf, math.inf
+    for point in points:
+        least_slowest = min(least_slowest, points.estimate_s(point))
+        case = costs[point.case]
+        at = [(s.start, s.end, case.replicas.index(s.replicas)) for s in point.stages]
+        times = [float(case.forward_s[a] + case.backward_s[a] + 2 * case.transfer_s[a]) for a in at]
+        least_total = min(least_total, total(point.case, times))
+
+    from simpart.searchers.alpa import Alpa
+    from simpart.searchers.piper import Piper
+
+    found = {maker: search(problem, maker) for maker in (Alpa(most_blocks=6), Piper(most_blocks=6))}
+    bounds = [result.bound_s for result in found.values()]
+    assert bounds[0] == pytest.approx(least_total, rel=1e-9)
+    # Piper may mix recomputation, which costs time and is not needed here.
+    assert bounds[1] == pytest.approx(least_slowest, rel=1e-9)
+
+
+def test_walks_come_close_to_the_best_of_all_plans(four_layers: Graph) -> None:
+    problem = problem_of(four_layers, 3, 6, Space(schedules=("1f1b",), recompute=("none",)))
+    best = search(problem, Exhaustive(most_blocks=6)).best
+    walked, drawn = (
+        search(problem, Annealing(most_blocks=6, moves=150)).best,
+        search(problem, Random(most_blocks=6)).best,
+    )
+    assert best is not None and walked is not None and drawn is not None
+    assert best.evaluation.step_s <= walked.evaluation.step_s <= best.evaluation.step_s * 1.05
+    assert best.evaluation.step_s <= drawn.evaluation.step_s <= best.evaluation.step_s * 1.25
+
+
+def test_exhaustive_says_when_there_are_too_many_plans(four_layers: Graph) -> None:
+    result = search(problem_of(four_layers, 4, 8), Exhaustive(most_plans=2), Budget(candidates=5))
+    assert result.best is None and "plans are more than 2" in next(iter(result.infeasible))
+
+
+def test_a_budget_that_runs_out_leaves_what_was_solved(four_layers: Graph) -> None:
+    ticks = itertools.count()
+    result = search(
+        problem_of(four_layers, 4, 8), load_searcher("pipedream"), Budget(seconds=60), clock=lambda: float(next(ticks))
+    )
+    assert result.stopped == "budget" and result.best is not None and result.bound_s is None
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_least_bottlenecks_are_those_of_enumeration(part: int) -> None:
+    for seed in range(part * 100, part * 100 + 100):
+        rng = np.random.default_rng(seed)
+        n, devices = int(rng.integers(1, 5)), int(rng.integers(1, 6))
+        replicas = tuple(sorted(set(rng.integers(1, devices + 1, 3).tolist())))
+        cost = rng.integers(1, 20, (n, n + 1, len(replicas))).astype(float)
+        cost[np.arange(n)[:, None] >= np.arange(n + 1)[None, :]] = np.inf
+        fits = rng.integers(-1, 4, cost.shape)
+
+        def cost_of(later: int, cost: np.ndarray = cost, fits: np.ndarray = fits) -> np.ndarray:
+            return np.where(fits >= later, cost, np.inf)
+
+        for at_most in (False, True):
+            found = least_bottlenecks(cost_of, replicas, devices, min(n, devices), all_devices=not at_most)
+            for count, answer in found.items():
+                expected = _enumerated(cost_of, n, replicas, devices, count, at_most)
+                assert (math.inf if answer is None else answer.value) == expected
+                if answer is not None:
+                    at = [(s.start, s.end, replicas.index(s.replicas)) for s in answer.stages]
+                    assert max(cost_of(count - 1 - x)[a] for x, a in enumerate(at)) == expected
+
+
+def _enumerated(
+    cost_of: Callable[[int], np.ndarray], n: int, replicas: tuple[int, ...], devices: int, count: int, at_most: bool
+) -> float:
+    best = math.inf
+    for cuts in itertools.combinations(range(1, n), count - 1):
+        ends = (0, *cuts, n)
+        for picked in itertools.product(range(len(replicas)), repeat=count):
+            used = sum(replicas[k] for k in picked)
+            if used == devices or (at_most and used < devices):
+                best = min(best, max(cost_of(count - 1 - x)[ends[x], ends[x + 1], k] for x, k in enumerate(picked)))
+    return best
