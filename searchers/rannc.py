@@ -11,13 +11,18 @@ from typing import Any
 
 import numpy as np
 
-from simpart.configure import recompute_regions
-from simpart.graph import Graph
-from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
+from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.schedule import Schedule
 from simpart.searchers._bounds import lockstep_s
 from simpart.searchers._chain import ChainPlan, ChainStage, StageCosts, Unplannable, solve_chain
+from simpart.searchers._chain_plans import (
+    Answer,
+    chain_plan,
+    graphs_of,
+    micro_batch_counts,
+    stages_text,
+    why_no_plans,
+)
 from simpart.searchers._linear import linear_costs
 from simpart.searchers._pipelines import PipelineChoice, PipelineShape, all_shapes, released_search, search_pipelines
 from simpart.searchers._refine import climb
@@ -50,32 +55,27 @@ class Rannc:
         reasons: dict[int, str] = {}
         leaders: dict[int, list[_Leader]] = {}
         for schedule in problem.space.schedules:
-            for graph, micro_batches in self._graphs(problem):
-                chain = ChainProblem(problem, graph, min(micro_batches), self.most_blocks)
+            for graph, micro_batch in graphs_of(problem):
+                chain = ChainProblem(problem, graph, micro_batch, self.most_blocks)
                 for leader in self._solve(problem, chain, schedule, control, reasons):
                     count = len(leader.choice.plan.stages)
                     leaders.setdefault(count, []).append(leader)
                     plan = leader.plan(problem, leader.choice.plan.stages)
-                    yield Candidate(plan=plan, family=_stages(count), objective_s=leader.choice.lockstep_s)
+                    yield Candidate(plan=plan, family=stages_text(count), objective_s=leader.choice.lockstep_s)
         near = self.refined_within * min((x.choice.lockstep_s for f in leaders.values() for x in f), default=0.0)
         for _, found in sorted(leaders.items()):
             for leader in sorted(found, key=lambda x: x.choice.lockstep_s)[: self.refined_leaders]:
                 if leader.choice.lockstep_s <= near or len(leaders) == 1:
                     yield from leader.refine(problem, control)
-        for count, why in sorted(reasons.items()):
-            if count not in leaders and count >= problem.space.min_stages:
-                yield Candidate(plan=None, family=_stages(count), why=why)
-        if not leaders and not reasons:
-            size = problem.cluster.size
-            why = f"no split of the global batch {problem.global_batch} over {size} devices; try a multiple of {size}"
-            yield Candidate(plan=None, family="any stages", why=why)
+        reasons = {count: why for count, why in reasons.items() if count >= problem.space.min_stages}
+        yield from why_no_plans(problem, reasons, set(leaders))
 
     def _solve(
         self, problem: Problem, chain: ChainProblem, schedule: str, control: Control, reasons: dict[int, str]
     ) -> Iterator[_Leader]:
         """All solved plans of one graph and schedule; `reasons` collects why numbers of stages have none."""
         nodes, per_node = _nodes(problem)
-        counts = self._counts(problem)
+        counts = micro_batch_counts(problem, self.most_micro_batches)
         if schedule == "gpipe" and "1f1b" in problem.space.schedules:
             counts = [m for m in counts if m > 1]  # with one micro-batch both are the same
         shapes = all_shapes(nodes, per_node, counts, [r == "full" for r in problem.space.recompute])
@@ -97,23 +97,6 @@ class Rannc:
                 if isinstance(answer, Unplannable):
                     reasons.setdefault(count, answer.reason())
 
-    def _counts(self, problem: Problem) -> list[int]:
-        most = min(problem.space.max_micro_batches or self.most_micro_batches, problem.global_batch)
-        return [m for m in range(1, most + 1) if problem.global_batch % m == 0]
-
-    def _graphs(self, problem: Problem) -> list[tuple[Graph, list[int]]]:
-        """The graph of each structure with the replica micro-batches it serves: micro-batch 1 may be a graph of its
-        own."""
-        sizes = [b for b in range(1, problem.global_batch + 1) if problem.global_batch % b == 0]
-        served: dict[Graph, list[int]] = {}
-        for b in sizes:
-            served.setdefault(problem.graph.at(b), []).append(b)
-        return list(served.items())
-
-
-def _stages(count: int) -> str:
-    return f"{count} stage{'s' if count > 1 else ''}"
-
 
 def _nodes(problem: Problem) -> tuple[int, int]:
     """(nodes, devices of each); a cluster of unequal nodes counts as one."""
@@ -130,7 +113,8 @@ class _Leader:
     schedule: str
 
     def plan(self, problem: Problem, stages: tuple[ChainStage, ...]) -> Plan:
-        return _plan(problem, self.chain, self.choice.shape, stages, self.schedule)
+        answer = Answer(stages=stages, objective_s=self.choice.lockstep_s)
+        return chain_plan(problem, self.chain, self.choice.shape, answer, self.schedule)
 
     def refine(self, problem: Problem, control: Control) -> Iterator[Candidate]:
         """Better neighbours by simulated step; their estimate is that of the leader they come from."""
@@ -140,33 +124,7 @@ class _Leader:
         for stages in better:
             control.check()
             plan = self.plan(problem, stages)
-            yield Candidate(plan=plan, family=_stages(len(stages)), objective_s=self.choice.lockstep_s)
-
-
-def _plan(
-    problem: Problem, chain: ChainProblem, shape: PipelineShape, stages_of: tuple[ChainStage, ...], schedule: str
-) -> Plan:
-    """Stage x of pipeline p takes the next `replicas` devices of that pipeline's share; equal stages of all pipelines
-    form one group."""
-    samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
-    groups, stages, sizes, first = [], [], [], 0
-    for x, stage in enumerate(stages_of):
-        r = stage.replicas
-        devices = [p * shape.devices + first + k for p in range(shape.pipelines) for k in range(r)]
-        groups.append(DeviceGroup(devices=Devices.of(devices), axes=(("dp", len(devices)),)))
-        sizes.append((samples // r,) * len(devices))
-        ops = np.concatenate([chain.chain[b] for b in range(stage.start, stage.end)])
-        regions = recompute_regions(chain.graph, np.sort(ops)) if shape.recompute else ()
-        stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions))
-        first += r
-    return Plan(
-        graph=chain.graph.fingerprint,
-        groups=tuple(groups),
-        stages=tuple(stages),
-        batch=Batch(micro_batches=shape.micro_batches, sizes=tuple(sizes)),
-        schedule=Schedule(kind=schedule),
-        mode=problem.mode,
-    )
+            yield Candidate(plan=plan, family=stages_text(len(stages)), objective_s=self.choice.lockstep_s)
 
 
 def _linear(inputs: dict[str, Any], devices: int, pipelines: int, micro_batches: int) -> StageCosts:

@@ -129,7 +129,8 @@ class Control:
 class Searcher(Protocol):
     """An algorithm that proposes plans. Budget, simulation, ranking and logging are the loop's."""
 
-    name: str
+    @property
+    def name(self) -> str: ...
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]: ...
 

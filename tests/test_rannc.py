@@ -248,7 +248,7 @@ def test_memory_exactly_at_the_limit_does_not_fit_and_says_so() -> None:
     n = len(case["w"])
     stage = f"blocks 0..{n - 1} on 1 device"
     reason = solve_stages(case | {"M": 10})["why_infeasible"]
-    assert reason == f"1 stage: at best, the stage with {stage} is {4 * n - 10} bytes over the memory limit"
+    assert reason == f"at best, the stage with {stage} is {4 * n - 10} B over the memory limit"
 
 
 def test_more_stages_than_blocks_or_devices_is_an_answer() -> None:
