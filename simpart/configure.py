@@ -1,19 +1,22 @@
-"""A plan from the configuration people state by hand: tp, pp, dp, micro-batch, schedule, recomputation."""
+"""A plan from the configuration people state by hand: tp, pp, dp, micro-batch, schedule, recomputation, ZeRO."""
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
-from simpart.errors import UnknownNameError, UnsupportedError, UserError
+from simpart.errors import UnknownNameError, UserError
 from simpart.graph import Graph
 from simpart.partition import clonable_ops
+from simpart.placement import Sharding
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import SCHEDULES, Schedule
+from simpart.sharding.combine import Degrees, shard
 
 __all__ = ["RECOMPUTE", "Configuration", "configure", "equal_layers", "layer_calls", "recompute_regions"]
 
@@ -23,8 +26,9 @@ RECOMPUTE = ("none", "full")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """Parallel degrees as launch scripts state them. `dp` None takes the devices that pp leaves; `micro_batch` is per
-    replica."""
+    """Parallel degrees as launch scripts state them. `dp` None takes the devices that the others leave; `micro_batch`
+    is per replica. `sp` splits along the sequence what lies between tensor-parallel products; `vocab_parallel` None
+    splits vocabularies where tp divides them; `ep` and `cp` split experts and sequences on axes of their own."""
 
     pp: int = 1
     dp: int | None = None
@@ -33,9 +37,13 @@ class Configuration:
     schedule: str = "1f1b"
     recompute: str = "none"
     zero: int = 0
+    sp: bool = False
+    vocab_parallel: bool | None = None
+    ep: int = 1
+    cp: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "micro_batch"):
+        for name in ("pp", "dp", "tp", "ep", "cp", "micro_batch"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name.replace('_', '-')} must be at least 1, got {value}")
@@ -43,37 +51,57 @@ class Configuration:
             raise UnknownNameError("schedule", self.schedule, SCHEDULES)
         if self.recompute not in RECOMPUTE:
             raise UnknownNameError("recomputation", self.recompute, RECOMPUTE)
-        if self.tp > 1:
-            raise UnsupportedError(
-                f"tp={self.tp}: tensor parallelism is not lowered in this version; use tp=1 with pp and dp"
-            )
-        if self.zero > 0:
-            raise UnsupportedError(f"zero={self.zero}: sharded state is not lowered in this version; use zero=0")
+        if not 0 <= self.zero <= 3:
+            raise UserError(f"zero is 0, 1, 2 or 3, got {self.zero}")
+        if self.tp == 1 and (self.sp or self.vocab_parallel):
+            flag = "sp" if self.sp else "vocab-parallel"
+            raise UserError(f"{flag} splits over the devices of tensor parallelism, got tp=1; give --tp too")
 
 
 def configure(problem: Problem, configuration: Configuration) -> Plan:
-    """The plan of a configuration: pp stages of equal layers, each on dp consecutive devices.
+    """The plan of a configuration: pp stages of equal layers, each on dp consecutive replicas of cp × ep × tp devices.
 
-    Raises UserError, with values that would work, when the degrees do not fit the devices or the global batch.
+    Raises UserError, with values that would work, when the degrees do not fit the devices, the global batch or the
+    model's dims.
     """
     size, pp = problem.cluster.size, configuration.pp
-    if configuration.dp is None and size % pp:
-        raise UserError(f"pp must divide the {size} devices when dp is not given, got pp={pp}; try {_divisors(size)}")
-    dp = configuration.dp or size // pp
-    if pp * dp > size:
+    degrees = Degrees(
+        tp=configuration.tp,
+        sp=configuration.sp,
+        vocabulary=configuration.vocab_parallel,
+        ep=configuration.ep,
+        cp=configuration.cp,
+        zero=configuration.zero,
+    )
+    replica = prod(n for _, n in degrees.axes)
+    if configuration.dp is None and size % (pp * replica):
+        if replica == 1:
+            raise UserError(
+                f"pp must divide the {size} devices when dp is not given, got pp={pp}; try {_divisors(size)}"
+            )
+        given = " × ".join([f"pp={pp}", *(f"{name}={n}" for name, n in degrees.axes)])
+        raise UserError(f"{given} must divide the {size} devices when dp is not given; try products {_divisors(size)}")
+    dp = configuration.dp or size // (pp * replica)
+    if pp * dp * replica > size:
+        given = " and ".join([f"pp={pp}", *([f"dp={dp}"]), *(f"{name}={n}" for name, n in degrees.axes)])
         raise UserError(
-            f"pp={pp} and dp={dp} need {pp * dp} devices, {problem.cluster.name} has {size}; lower one of them"
+            f"{given} need {pp * dp * replica} devices, {problem.cluster.name} has {size}; lower one of them"
         )
+    if configuration.zero and dp == 1:
+        raise UserError(f"zero={configuration.zero} divides state among replicas and dp is 1; raise dp or use zero=0")
     micro_batch, count = split_batch(problem.global_batch, dp, configuration.micro_batch)
     graph = problem.graph.at(micro_batch)
     stage_of = equal_layers(graph, pp)
+    sharded = shard(graph, micro_batch, degrees, dp) if degrees.axes or degrees.zero else None
+    name = "+".join(axis for axis, _ in degrees.axes) if sharded and sharded.sharding != Sharding() else None
     stages = []
     for s in range(pp):
         ops = np.flatnonzero(stage_of == s)
         regions = recompute_regions(graph, ops) if configuration.recompute == "full" else ()
-        stages.append(Stage(ops=OpSet.of(graph, ops), group=s, recompute=regions))
+        stages.append(Stage(ops=OpSet.of(graph, ops), group=s, recompute=regions, sharding=name))
+    width = dp * replica
     groups = tuple(
-        DeviceGroup(devices=Devices.of(range(s * dp, (s + 1) * dp)), axes=(("dp", dp),) if dp > 1 else (("dp", 1),))
+        DeviceGroup(devices=Devices.of(range(s * width, (s + 1) * width)), axes=(("dp", dp), *degrees.axes))
         for s in range(pp)
     )
     return Plan(
@@ -82,6 +110,8 @@ def configure(problem: Problem, configuration: Configuration) -> Plan:
         stages=tuple(stages),
         batch=Batch(micro_batches=count, sizes=((micro_batch,) * dp,) * pp),
         schedule=Schedule(kind=configuration.schedule),
+        shardings=((name, sharded.sharding),) if sharded and name else (),
+        state=sharded.state if sharded else (),
         mode=problem.mode,
     )
 

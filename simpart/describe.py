@@ -8,6 +8,7 @@ from itertools import groupby
 
 import numpy as np
 
+from simpart.errors import UnsupportedError
 from simpart.graph import Graph
 from simpart.hardware import Cluster
 from simpart.ops import base_name
@@ -78,6 +79,8 @@ def describe(plan: Plan, graph: Graph, cluster: Cluster | None = None) -> str:
     lines.extend(f"  at rest: {line}" for line in state_words(plan.state))
     for name, sharding in plan.shardings:
         lines.extend(f"  {line}" for line in sharding_words(plan, graph, name, sharding))
+    if plan.shardings or plan.state:
+        lines.extend(f"  {line}" for line in movement_words(plan, graph))
     return "\n".join(lines)
 
 
@@ -140,6 +143,16 @@ def sharding_words(plan: Plan, graph: Graph, name: str, sharding: Sharding) -> l
                 words.append(f"{phase} {base_name(called)}{again}: {strategy_words(strategy)}")
         lines.extend(f"  {path or '(root)'} {base_name(target.partition('#')[0])}, {line}" for line in words)
     return lines
+
+
+def movement_words(plan: Plan, graph: Graph) -> list[str]:
+    """What the shardings and states make move; or why it cannot be said: a layout that no conversion leads to."""
+    from simpart.sharding.explain import explain
+
+    try:
+        return explain(plan, graph, quiet=True)
+    except UnsupportedError as error:
+        return [f"cannot run: {error}"]
 
 
 def strategy_words(strategy: Strategy) -> str:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simpart.configure import Configuration, configure, equal_layers, layer_calls, recompute_regions, split_batch
-from simpart.errors import UnsupportedError, UserError
+from simpart.errors import UserError
 from simpart.hardware import load_cluster
 from simpart.partition import check_plan, clonable_ops
 from simpart.problem import Problem
@@ -135,11 +135,18 @@ def test_more_stages_than_ops_are_refused() -> None:
         configure(small, Configuration(pp=8))
 
 
-def test_what_is_not_lowered_is_refused_plainly() -> None:
-    with pytest.raises(UnsupportedError, match="tp=2: tensor parallelism is not lowered in this version"):
-        Configuration(tp=2)
-    with pytest.raises(UnsupportedError, match="zero=1: sharded state is not lowered in this version"):
-        Configuration(zero=1)
+def test_degrees_inside_a_stage_are_axes_of_its_group() -> None:
+    plan = configure(problem(GPT, 24, "dgx-a100"), Configuration(pp=2, tp=2, zero=1, sp=True))
+    assert [group.axes for group in plan.groups] == [(("dp", 2), ("tp", 2))] * 2
+    assert [stage.sharding for stage in plan.stages] == ["tp", "tp"] and plan.state
+
+
+def test_degrees_that_need_others_are_refused() -> None:
+    with pytest.raises(UserError, match="sp splits over the devices of tensor parallelism, got tp=1; give --tp too"):
+        Configuration(sp=True)
+    with pytest.raises(UserError, match="zero is 0, 1, 2 or 3, got 4"):
+        Configuration(zero=4)
+    assert "zero=1 divides state among replicas and dp is 1" in refused(GPT, Configuration(dp=1, zero=1))
 
 
 # --- recomputation ---------------------------------------------------------------------------------------------------

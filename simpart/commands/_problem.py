@@ -48,9 +48,17 @@ def configuration_options() -> Callable[[F], F]:
     """A configuration by hand."""
     return stack(
         click.option("--pp", type=int, default=1, show_default=True, help="Pipeline stages."),
-        click.option("--dp", type=int, default=None, help="Replicas of each stage.  [default: what pp leaves]"),
+        click.option("--dp", type=int, default=None, help="Replicas of each stage.  [default: what the others leave]"),
         click.option("--tp", type=int, default=1, show_default=True, help="Tensor-parallel degree."),
-        click.option("--zero", type=int, default=0, show_default=True, help="ZeRO stage: 0 to 3."),
+        click.option("--sp", is_flag=True, help="Split along the sequence what lies between tensor-parallel products."),
+        click.option(
+            "--vocab-parallel/--no-vocab-parallel",
+            default=None,
+            help="Split vocabularies by tp.  [default: where it divides them]",
+        ),
+        click.option("--ep", type=int, default=1, show_default=True, help="Expert-parallel degree."),
+        click.option("--cp", type=int, default=1, show_default=True, help="Context-parallel degree (sequences)."),
+        click.option("--zero", type=int, default=0, show_default=True, help="ZeRO stage: 0 to 3 (3 is FSDP)."),
         click.option(
             "--micro-batch", type=int, default=None, help="Samples per replica and micro-batch.  [default: 1]"
         ),
@@ -60,7 +68,9 @@ def configuration_options() -> Callable[[F], F]:
 
 
 def configuration_of(options: dict[str, Any]) -> Configuration:
-    names = ("pp", "dp", "tp", "zero", "micro_batch", "schedule", "recompute")
+    names = (
+        "pp", "dp", "tp", "sp", "vocab_parallel", "ep", "cp", "zero", "micro_batch", "schedule", "recompute",
+    )  # fmt: skip
     return Configuration(**{name: options[name] for name in names})
 
 

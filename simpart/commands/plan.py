@@ -19,8 +19,9 @@ __all__ = ["plan"]
 @problem_options()
 @configuration_options()
 @click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Plan file to write.")
+@click.option("--explain", is_flag=True, help="Print how every op is split and what that makes move.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def plan(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
+def plan(model: str, output: Path | None, explain: bool, as_json: bool, **options: Any) -> None:
     """Make the plan of a configuration: pp stages of equal layers on dp replicas each. MODEL is a zoo name with dims,
     package.module:factory or a .graph file."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
@@ -38,6 +39,10 @@ def plan(model: str, output: Path | None, as_json: bool, **options: Any) -> None
     if as_json:
         print_document(prediction_document(problem, made, result))
     else:
+        if explain:
+            from simpart.sharding.explain import explain as explained
+
+            click.echo("\n".join(explained(made, problem.graph.at(max(made.batch.sizes[0])))))
         print_prediction(problem, made, result, f"plan for {problem.graph.model} on {problem.cluster.name}")
         if output is not None:
             click.echo(f"written to {output}")

@@ -84,7 +84,9 @@ def _sensible(split: Split, lies: Sequence[Lie]) -> bool:
     if not any(pending):
         return True
     inputs = zip(split.strategy.inputs, lies, strict=True)
-    if any(isinstance(p, Partial) and lie.kind == "value" and not isinstance(lie.placement, Partial) for p, lie in inputs):
+    if any(
+        isinstance(p, Partial) and lie.kind == "value" and not isinstance(lie.placement, Partial) for p, lie in inputs
+    ):
         return False
     contracted = any(isinstance(p, Shard) for p in split.strategy.inputs)
     return contracted or all(p for p, lie in zip(pending, lies, strict=True) if lie.kind == "value")

@@ -9,35 +9,31 @@ sums over the split dim: there a sum is pending, one all-reduce for all of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Set
 from dataclasses import dataclass, field
+from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from simpart.graph import Graph
 from simpart.ops import family_of
-from simpart.placement import Halo, Partial, Placement, Replicate, Shard
+from simpart.placement import Halo, Partial, Shard
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import calls_of
 from simpart.tdl import Call, Split, splits_following
 
 __all__ = ["Lookahead", "Pair"]
 
-R = Replicate()
 FAR = 2000
 """Kernels that one split may reach: more than any layer has. It is no pair then."""
 
 
 @dataclass(slots=True)
 class Pair:
-    """Parameters (kernel-level value numbers) that are split together; `masked`: tables whose rows are split, looked
-    up with a mask; `exchanges`: kernels that exchange statistics; `heads`: (heads, key-value heads) of attention
-    split by them."""
+    """Parameters (kernel-level value numbers) that are split together; `ends`: kernels that leave a sum pending;
+    `heads`: (heads, key-value heads) of attention split by them."""
 
-    parameters: dict[int, Placement] = field(default_factory=dict)
-    kernels: int = 0
-    ends: int = 0
-    masked: int = 0
-    exchanges: int = 0
+    parameters: dict[int, Shard] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
     heads: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -56,13 +52,15 @@ class Lookahead:
         self.outputs: list[int] = flat.kernel_outputs.tolist()
         self.maker: list[int] = flat.kernel_value_kernel.tolist()
         indptr, inputs = flat.kernel_indptr.tolist(), flat.kernel_inputs.tolist()
-        self.inputs: list[list[int]] = [inputs[a:b] for a, b in zip(indptr, indptr[1:], strict=False)]
+        self.inputs: list[list[int]] = [inputs[a:b] for a, b in pairwise(indptr)]
         self.readers: dict[int, list[int]] = {}
         for k, forward in enumerate(flat.kernel_forward.tolist()):
             if forward:
                 for value in dict.fromkeys(self.inputs[k]):
                     self.readers.setdefault(value, []).append(k)
         self.parameters = _parameter_values(graph)
+        specs = graph.flat.kernel_value_spec
+        self.shape_of = {v: specs[v].shape(micro_batch) for v in self.parameters}
         self.from_input = self._depends_on_inputs(graph)
 
     def call(self, kernel: int) -> Call:
@@ -82,14 +80,24 @@ class Lookahead:
                             stack.append(value)
         return found
 
-    def pair(self, parameter: int, placement: Shard, members: int, *, exchanges: bool) -> Pair | None:
-        """What a split of one parameter brings with it, None if it does not end well. `exchanges`: kernels may
-        exchange statistics (a loss over a split vocabulary)."""
-        try:
-            found = _Closure(self, members, exchanges).run(parameter, placement)
-        except _Fails:
-            return None
-        return found if found.ends else None
+    def pairs(self, members: int, *, exchanges: bool, taken: Set[int] = frozenset()) -> list[Pair]:
+        """All pairs of parameters not taken, in the order in which forward reads them. `exchanges`: kernels may
+        exchange statistics, and rows of a table may be looked up with a mask (a split vocabulary)."""
+        found: list[Pair] = []
+        gone = set(taken)
+        order = {v: min(self.readers[v]) for v in self.parameters if v in self.readers}
+        for value in sorted(order, key=lambda v: (order[v], v)):
+            shape = self.shape_of[value]
+            if value in gone or len(shape) < 2 or shape[0] % members:
+                continue
+            try:
+                pair = _Closure(self, members, exchanges, gone).run(value, Shard(0))
+            except _Fails:
+                continue
+            if pair.ends:
+                found.append(pair)
+                gone |= set(pair.parameters)
+        return found
 
 
 _parameters: WeakKeyDictionary[Graph, dict[int, int]] = WeakKeyDictionary()
@@ -111,8 +119,8 @@ def _parameter_values(graph: Graph) -> dict[int, int]:
 class _Closure:
     """Placements that follow from one."""
 
-    def __init__(self, ahead: Lookahead, members: int, exchanges: bool) -> None:
-        self.ahead, self.members, self.exchanges = ahead, members, exchanges
+    def __init__(self, ahead: Lookahead, members: int, exchanges: bool, taken: Set[int]) -> None:
+        self.ahead, self.members, self.exchanges, self.taken = ahead, members, exchanges, taken
         self.place: dict[int, Shard] = {}
         self.chosen: dict[int, Split] = {}
         self.queue: deque[int] = deque()
@@ -129,7 +137,6 @@ class _Closure:
                 self._through(kernel, value)
             if len(self.chosen) > FAR:
                 raise _Fails
-        self.found.kernels = len(self.chosen)
         return self.found
 
     def _assign(self, value: int, placement: Shard) -> None:
@@ -138,6 +145,8 @@ class _Closure:
                 raise _Fails
             return
         self.place[value] = placement
+        if value in self.taken:
+            raise _Fails
         if value in self.ahead.parameters:
             self.found.parameters[value] = placement
         self.queue.append(value)
@@ -176,7 +185,6 @@ class _Closure:
                 self._assign(self.ahead.outputs[kernel] + n, place)
         if partial:
             self._end(kernel, split)
-        self.found.exchanges += len(split.exchanges)
         if family_of(self.ahead.call(kernel).target) == "attention" and Shard(1) in strategy.inputs:
             call = self.ahead.call(kernel)
             self.found.heads.append((call.inputs[0][1], call.inputs[1][1]))
@@ -204,7 +212,6 @@ class _Closure:
             indices = [self.ahead.inputs[kernel][i] for i in split.masked]
             if not self.exchanges or not all(i in self.ahead.from_input for i in indices):
                 raise _Fails
-            self.found.masked += 1
         else:
             roots = [
                 self._root(v)
@@ -213,7 +220,7 @@ class _Closure:
             ]
             if not any(r is not None for r in roots) or family_of(call.target) not in ("gemm", "bgemm", "conv"):
                 raise _Fails
-        self.found.ends += 1
+        self.found.ends.append(kernel)
 
     def _root(self, value: int) -> int | None:
         """The parameter that a value is a view of."""
@@ -223,13 +230,3 @@ class _Closure:
                 return None
             value = self.ahead.inputs[kernel][0]
         return value if value in self.ahead.parameters else None
-
-
-def seeds(ahead: Lookahead) -> Iterator[int]:
-    """Parameters with at least two dims, in the order in which forward first reads them."""
-    order: dict[int, int] = {}
-    for value in ahead.parameters:
-        readers = ahead.readers.get(value)
-        if readers:
-            order[value] = min(readers)
-    yield from sorted(order, key=lambda v: (order[v], v))

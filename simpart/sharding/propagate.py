@@ -97,8 +97,10 @@ class _Walk:
         self.classes = {names[n]: s for n, s in before.classes}
         self.overrides = {self.wiring.kernel_number[n]: s for n, s in before.overrides}
         self.wants = self._wanted()
-        self.lies: dict[int, Lie] = {v: Lie(p, "pinned" if graph_source(graph, self.wiring, v) == "parameter" else "value")
-                                     for v, p in pins.values.items()}  # fmt: skip
+        self.lies: dict[int, Lie] = {}
+        for value, place in pins.values.items():
+            parameter = graph_source(graph, self.wiring, value) == "parameter"
+            self.lies[value] = Lie(place, "pinned" if parameter else "value")
         self.known: dict[object, _Done] = {}
         self.followed: list[tuple[int, Region, _Done]] = []
         self._run()
@@ -166,7 +168,13 @@ class _Walk:
         done = self.known.get(key)
         if done is None:
             done = self.known[key] = self._follow(
-                template, region, dict(zip(region.outside, lies, strict=True)), dict(pins), dict(own), dict(wants), forward
+                template,
+                region,
+                dict(zip(region.outside, lies, strict=True)),
+                dict(pins),
+                dict(own),
+                dict(wants),
+                forward,
             )
         self.lies.update([(base + ref, lie) for ref, lie in done.lies.items()])
         self.followed.append((call, region, done))
@@ -223,7 +231,9 @@ class _Walk:
         if isinstance(place, Replicate):
             found = splits_of(call, self.members)[:1]
         if not found:
-            known = dict.fromkeys(str(s.strategy.outputs[0]) for s in splits_of(call, self.members) if s.strategy.outputs)
+            known = dict.fromkeys(
+                str(s.strategy.outputs[0]) for s in splits_of(call, self.members) if s.strategy.outputs
+            )
             raise UserError(
                 f"kernel {self.wiring.name_of_class[cls]} cannot make {place} on {self.axis}={self.members}; "
                 f"its first output can be {', '.join(known)}"
