@@ -55,8 +55,14 @@ def order_tasks(
 def longest_path(
     order: Array, resource: Array, indptr: Array, predecessors: Array, lag: Array, task_class: Array,
     task_s: Array, lag_s: Array, free: Array, start: Array, end: Array,
-) -> None:  # fmt: skip
-    """Start and end of every task; `free` (one zero per resource) is used up."""
+) -> bool:  # fmt: skip
+    """Start and end of every task; `free` (one zero per resource) is used up. False where a time is negative, NaN or
+    infinite."""
+    sound = True
+    for seconds in task_s:
+        sound = sound and 0.0 <= seconds < np.inf
+    for seconds in lag_s:
+        sound = sound and 0.0 <= seconds < np.inf
     for i in order:
         r = resource[i]
         ready = 0.0
@@ -73,43 +79,85 @@ def longest_path(
         end[i] = finish
         if r >= 0:
             free[r] = finish
+    return sound
 
 
-def longest_paths(
-    order: Array, resource: Array, indptr: Array, predecessors: Array, lag: Array, task_class: Array,
-    task_s: Array, lag_s: Array, free: Array, end: Array, latest: Array,
+def assign_registers(
+    order: Array, indptr: Array, predecessors: Array, lag: Array, before: Array, readers: Array,
+    read_indptr: Array, read: Array, read_lag: Array, write: Array,
+) -> int:  # fmt: skip
+    """Fill `read`, `read_lag` and `write` (see `tape.Tape`); returns how many registers are used. `before[i]` is the
+    task before i on its resource, `readers[i]` how many wait for i; it is used up."""
+    size = len(order)
+    register = [0] * size
+    free = [0] * size
+    top, used = 0, 0
+    for i in range(size):
+        task = order[i]
+        place = read_indptr[i]
+        if before[task] >= 0:
+            read[place] = before[task]
+            read_lag[place] = -1
+            place += 1
+        for k in range(indptr[task], indptr[task + 1]):
+            read[place] = predecessors[k]
+            read_lag[place] = lag[k]
+            place += 1
+        for k in range(read_indptr[i], place):
+            source = read[k]
+            read[k] = register[source]
+            readers[source] -= 1
+            if readers[source] == 0:
+                free[top] = register[source]
+                top += 1
+        if top > 0:
+            top -= 1
+            register[task] = free[top]
+        else:
+            register[task] = used
+            used += 1
+        if readers[task] == 0:
+            free[top] = register[task]
+            top += 1
+        write[i] = register[task]
+    return used
+
+
+def replay_block(
+    task_class: Array, write: Array, indptr: Array, read: Array, lag: Array, last: Array,
+    task_s: Array, lag_s: Array, end: Array, latest: Array,
 ) -> None:  # fmt: skip
-    """`longest_path` for a block of plans, which are the last axis of every float array; `latest` are makespans."""
+    """Makespans of a block of plans, which are the last axis of every float array; `end` has a row per register."""
     width = task_s.shape[1]
     ready = np.empty(width)
-    for i in order:
-        r = resource[i]
-        if r >= 0:
-            for b in range(width):
-                ready[b] = free[r, b]
-        else:
+    for i in range(len(write)):
+        first, stop = indptr[i], indptr[i + 1]
+        if first == stop:
             for b in range(width):
                 ready[b] = 0.0
-        for k in range(indptr[i], indptr[i + 1]):
-            p, c = predecessors[k], lag[k]
+        else:
+            p, c = read[first], lag[first]
             if c >= 0:
                 for b in range(width):
-                    ready[b] = max(ready[b], end[p, b] + lag_s[c, b])
+                    ready[b] = end[p, b] + lag_s[c, b]
             else:
                 for b in range(width):
-                    ready[b] = max(ready[b], end[p, b])
-        c = task_class[i]
-        if r >= 0:
-            for b in range(width):
-                finish = ready[b] + task_s[c, b]
-                end[i, b] = finish
-                free[r, b] = finish
-        else:
-            for b in range(width):
-                end[i, b] = ready[b] + task_s[c, b]
-    for i in order:
+                    ready[b] = end[p, b]
+            for k in range(first + 1, stop):
+                p, c = read[k], lag[k]
+                if c >= 0:
+                    for b in range(width):
+                        arrival = end[p, b] + lag_s[c, b]
+                        ready[b] = arrival if arrival > ready[b] else ready[b]
+                else:
+                    for b in range(width):
+                        ready[b] = end[p, b] if end[p, b] > ready[b] else ready[b]
+        r, c = write[i], task_class[i]
         for b in range(width):
-            latest[b] = max(latest[b], end[i, b])
+            end[r, b] = ready[b] + task_s[c, b]
+        if last[i]:
+            for b in range(width):
+                latest[b] = end[r, b] if end[r, b] > latest[b] else latest[b]
 
 
 def highest_levels(

@@ -11,25 +11,24 @@ from typing import Any
 import numpy as np
 
 from simpart.engines._jit import compiled
-from simpart.engines._loops import highest_levels, longest_path, longest_paths
+from simpart.engines._loops import highest_levels, longest_path, replay_block
 from simpart.engines.result import Peaks, Times, check_durations, completes_backward
+from simpart.engines.tape import Tape, tape_of
 from simpart.program import Durations, MemoryDeltas, Topology
 
 __all__ = ["makespans", "peaks", "times"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
-CACHE_BYTES = 1 << 20
-"""Ends of one block of plans should stay in a core's second-level cache (1–2 MiB on current server cores)."""
-NUMPY_BYTES = 64 << 20
-"""Ends of one block of plans where numpy does the work: few blocks, little memory."""
+CACHE_BYTES = 1 << 18
+"""Registers of one block of plans: they should stay near a core (half of a second-level cache, or less)."""
+WIDEST, NARROWEST = 64, 8
+"""Plans in a block: enough to fill vector registers, few enough that a block's rows are read at once."""
 
 
 def times(topology: Topology, durations: Durations) -> Times:
     """Start and end of every task of one plan."""
-    check_durations(topology, durations)
     size, resources = topology.size, topology.resource_indptr.size - 1
     arrays = (
         topology.order,
@@ -38,17 +37,21 @@ def times(topology: Topology, durations: Durations) -> Times:
         topology.predecessors,
         topology.lag,
         topology.task_class,
+        np.asarray(durations.task_s, dtype=np.float64),
+        np.asarray(durations.lag_s, dtype=np.float64),
     )
-    task_s, lag_s = durations.task_s.astype(np.float64), durations.lag_s.astype(np.float64)
-    start, end = np.empty(size), np.empty(size)
     jitted = compiled(longest_path, size)
     if jitted is not None:
-        jitted(*arrays, task_s, lag_s, np.zeros(resources), start, end)
-        return Times(start_s=start, end_s=end)
-    starts, ends = [0.0] * size, [0.0] * size
-    lists: list[Any] = [*(a.tolist() for a in (*arrays, task_s, lag_s)), [0.0] * resources, starts, ends]
-    longest_path(*lists)
-    return Times(start_s=np.array(starts), end_s=np.array(ends))
+        start, end = np.empty((2, size))
+        sound = jitted(*arrays, np.zeros(resources), start, end)
+    else:
+        starts, ends = [0.0] * size, [0.0] * size
+        lists: list[Any] = [*(a.tolist() for a in arrays), [0.0] * resources, starts, ends]
+        sound = longest_path(*lists)
+        start, end = np.array(starts), np.array(ends)
+    if not sound:
+        check_durations(topology, durations)
+    return Times(start_s=start, end_s=end)
 
 
 def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> Floats:
@@ -60,47 +63,33 @@ def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> 
     )
     if bad.size:
         check_durations(topology, Durations(task_s=task_s[bad[0]], lag_s=lag_s[bad[0]]))
-    resources = topology.resource_indptr.size - 1
-    latest = np.zeros(plans)
-    block = max(8, min(64, CACHE_BYTES // (8 * max(1, size)) // 8 * 8))
-    arrays = (
-        topology.order,
-        topology.resource,
-        topology.indptr,
-        topology.predecessors,
-        topology.lag,
-        topology.task_class,
-    )
-    jitted = compiled(longest_paths, size * plans // 64)  # numpy does about 64 plans in the time of one in Python
-    run = jitted or _longest_paths_numpy
-    if jitted is None:
-        block = max(1, NUMPY_BYTES // (8 * max(1, size)))
+    tape, latest = tape_of(topology), np.zeros(plans)
+    jitted = compiled(replay_block, topology.size * plans // 64)  # numpy does about 64 plans in the time of one in Python
+    fitting = CACHE_BYTES // (8 * max(1, tape.registers)) // NARROWEST * NARROWEST
+    block = max(NARROWEST, min(WIDEST, fitting)) if jitted is not None else max(1, plans)
     for first in range(0, plans, block):
         rows = slice(first, min(first + block, plans))
         width = rows.stop - first
         durations = (np.ascontiguousarray(task_s[rows].T), np.ascontiguousarray(lag_s[rows].T))
-        run(*arrays, *durations, np.zeros((resources, width)), np.empty((size, width)), latest[rows])
+        end = np.empty((tape.registers, width))
+        if jitted is not None:
+            jitted(*tape[:-1], *durations, end, latest[rows])
+        else:
+            _replay_numpy(tape, *durations, end, latest[rows])
     return latest
 
 
-def _longest_paths_numpy(
-    order: Ints, resource: Ints, indptr: Ints, predecessors: Ints, lag: Ints, task_class: Ints,
-    task_s: Table, lag_s: Table, free: Table, end: Table, latest: Floats,
-) -> None:  # fmt: skip
-    """`longest_paths` with numpy over the plans and Python over the tasks."""
-    pointers, before, lags = indptr.tolist(), predecessors.tolist(), lag.tolist()
-    resources, classes = resource.tolist(), task_class.tolist()
-    zero = np.zeros(task_s.shape[1])
-    for i in order.tolist():
-        r = resources[i]
-        ready = free[r] if r >= 0 else zero
-        for k in range(pointers[i], pointers[i + 1]):
-            arrival = end[before[k]]
-            ready = np.maximum(ready, arrival + lag_s[lags[k]] if lags[k] >= 0 else arrival)
-        np.add(ready, task_s[classes[i]], out=end[i])
-        if r >= 0:
-            free[r] = end[i]
-    np.maximum(latest, end.max(axis=0, initial=0.0), out=latest)
+def _replay_numpy(tape: Tape, task_s: Table, lag_s: Table, end: Table, latest: Floats) -> None:
+    """`replay_block` with numpy over the plans and Python over the tasks."""
+    classes, write, indptr, read, lag = (array.tolist() for array in tape[:5])
+    for i, last in enumerate(tape.last.tolist()):
+        ready: Floats | float = 0.0
+        for k in range(indptr[i], indptr[i + 1]):
+            arrival = end[read[k]] + lag_s[lag[k]] if lag[k] >= 0 else end[read[k]]
+            ready = arrival if k == indptr[i] else np.maximum(ready, arrival)
+        np.add(ready, task_s[classes[i]], out=end[write[i]])
+        if last:
+            np.maximum(latest, end[write[i]], out=latest)
 
 
 def peaks(topology: Topology, memory: MemoryDeltas) -> Peaks:

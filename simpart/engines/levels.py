@@ -1,0 +1,105 @@
+"""Peak memory of many plans that share a topology, without a walk through the tasks of each.
+
+Along a group's row only some combinations occur of micro-batches between F and I (or B), micro-batches between I and
+W, and the task that runs. They are found once per topology; a plan's level at each is a short sum. This holds where a
+stage gives back after W (or B) all that F took, which is what `lower` makes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
+
+import numpy as np
+
+from simpart.engines.compiled import peaks
+from simpart.engines.result import completes_backward
+from simpart.program import MemoryDeltas, TaskKind, Topology
+
+__all__ = ["peak_bytes"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+class _Levels(NamedTuple):
+    """The distinct combinations of all groups, group by group from `first[g]` on. In each, stage `stage[i, j]` has
+    `whole[i, j]` micro-batches before and `half[i, j]` after their input gradient."""
+
+    first: Ints
+    group: Ints
+    task_class: Ints  # of the task that runs; -1 before any
+    late: Floats  # 1 after the first backward
+    stage: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    whole: Table
+    half: Table
+    stages: int
+
+
+_known: WeakKeyDictionary[Topology, _Levels] = WeakKeyDictionary()
+
+
+def peak_bytes(topology: Topology, memory: Sequence[MemoryDeltas]) -> Table:
+    """The most bytes each group holds at once, plans × groups; equal to those of `compiled.peaks`."""
+    levels = _known.get(topology)
+    if levels is None:
+        levels = _known[topology] = _find(topology)
+    start = np.stack([m.start.sum(axis=1) for m in memory], axis=1)  # classes × plans
+    end = np.stack([m.end.sum(axis=1) for m in memory], axis=1)
+    within = np.stack([m.within.sum(axis=1) for m in memory], axis=1)
+    of_stage = np.arange(levels.stages) * 4
+    whole, kept = start[of_stage], -end[of_stage + 3]
+    rest = [start[4 * levels.stages :], end[4 * levels.stages :], *(start[of_stage + k] for k in (1, 2, 3))]
+    balanced = np.array_equal(whole, -end[of_stage + 1]) and np.array_equal(whole, kept - end[of_stage + 2])
+    if not balanced or end[of_stage].any() or any(table.any() for table in rest):
+        return np.stack([peaks(topology, m).bytes for m in memory])
+    static = np.stack([m.static.sum(axis=1) for m in memory], axis=1)
+    late = np.stack([m.late.sum(axis=1) for m in memory], axis=1)
+    held = static[levels.group] + levels.late[:, None] * late[levels.group]
+    for j in range(levels.stage.shape[1]):
+        held += levels.whole[:, j, None] * whole[levels.stage[:, j]] + levels.half[:, j, None] * kept[levels.stage[:, j]]
+    busy = levels.task_class >= 0
+    held[busy] += within[levels.task_class[busy]]
+    most: Table = np.maximum.reduceat(held, levels.first, axis=0).T
+    return most
+
+
+def _find(topology: Topology) -> _Levels:
+    stages = int(topology.stage.max(initial=-1)) + 1
+    completes = completes_backward(topology)
+    parts: list[tuple[int, list[int], np.ndarray[tuple[int, int], np.dtype[np.int64]]]] = []
+    for g in range(topology.groups):
+        row = topology.resource_order[topology.resource_indptr[g] : topology.resource_indptr[g + 1]]
+        kind, stage = topology.kind[row], topology.stage[row]
+        action = kind < TaskKind.SEND
+        mine = np.unique(stage[action]).tolist()
+        columns = [topology.task_class[row]]
+        done = np.cumsum(completes[row]) - completes[row] > 0
+        columns.append(done.astype(np.int64))
+        for s in mine:
+            here = action & (stage == s)
+            begun = np.cumsum(here & (kind == TaskKind.FORWARD))
+            ended = here & ((kind == TaskKind.BACKWARD) | (kind == TaskKind.BACKWARD_INPUT))
+            split, last = here & (kind == TaskKind.BACKWARD_INPUT), here & (kind == TaskKind.BACKWARD_WEIGHT)
+            columns.append(begun - np.cumsum(ended) + ended)  # what a task gives back it holds while it runs
+            columns.append(np.cumsum(split) - split - np.cumsum(last) + last)
+        before = np.array([[-1] + [0] * (len(columns) - 1)])
+        parts.append((g, mine, np.unique(np.concatenate([before, np.stack(columns, axis=1)]), axis=0)))
+    width = max(len(mine) for _, mine, _ in parts)
+    sizes = [len(table) for _, _, table in parts]
+    stage_of = np.zeros((sum(sizes), width), dtype=np.int64)
+    whole, half = np.zeros((2, sum(sizes), width))
+    first = np.cumsum([0, *sizes[:-1]])
+    for begin, (_, mine, table) in zip(first.tolist(), parts, strict=True):
+        block = slice(begin, begin + len(table))
+        stage_of[block, : len(mine)] = mine
+        whole[block, : len(mine)], half[block, : len(mine)] = table[:, 2::2], table[:, 3::2]
+    every = [table for _, _, table in parts]
+    return _Levels(
+        first=first, group=np.repeat([g for g, _, _ in parts], sizes),
+        task_class=np.concatenate([table[:, 0] for table in every]),
+        late=np.concatenate([table[:, 1] for table in every]).astype(np.float64),
+        stage=stage_of, whole=whole, half=half, stages=stages,
+    )  # fmt: skip
