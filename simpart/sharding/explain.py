@@ -117,7 +117,7 @@ def totals(flow: Flow) -> list[tuple[str, str, str, int, int]]:
                 row[1] += conversion.times * step.received_bytes
     for exchange in flow.exchanges:
         name, size = flow.axes[exchange.axis]
-        row = found.setdefault(("micro-batch", "all-reduce inside kernels", name), [0, 0])
+        row = found.setdefault(("micro-batch", "inside kernels", name), [0, 0])
         row[0] += len(exchange.kernels)
         row[1] += len(exchange.kernels) * (-(-2 * (size - 1) * exchange.bytes // size))
     return [(*key, times, size) for key, (times, size) in sorted(found.items())]
@@ -132,22 +132,28 @@ def explain(plan: Plan, graph: Graph, *, quiet: bool = False) -> list[str]:
     found = [(s, _sums(flow), _words(graph, flow, quiet)) for s, flow in enumerate(flows(plan, graph))]
     for (sums, rows), same in groupby(found, key=lambda item: (item[1], item[2])):
         stages = [s for s, *_ in same]
-        where = f"stage{'s' if len(stages) > 1 else ''} {numbers(stages)}"
-        lines += [f"moved {line} in {where}" for line in sums]
-        lines += [f"  {row}" if sums else f"{where}: {row}" for row in rows]
+        if sums or rows:
+            several = len(stages) > 1
+            where = f"stage{'s' if several else ''} {numbers(stages)}{' each' if several else ''}"
+            lines.append(f"moved in {where}: {sums or 'nothing'}")
+            lines += [f"  {row}" for row in rows]
     return lines
 
 
-def _sums(flow: Flow) -> tuple[str, ...]:
-    """`tp per micro-batch: 15 all-gather, 15 reduce-scatter, 60 KiB`: bytes that each device receives."""
+def _sums(flow: Flow) -> str:
+    """`per micro-batch 15 all-gather on tp (60 KiB); per step …`: bytes that each device receives."""
     from simpart.describe import human_bytes
 
-    lines = []
-    for (when, axis), rows in groupby(sorted(totals(flow), key=lambda r: (r[0], r[2])), key=lambda r: (r[0], r[2])):
-        items = list(rows)
-        words = ", ".join(f"{times} {kind}" for _, kind, _, times, _ in items)
-        lines.append(f"on {axis} per {when}: {words}, {human_bytes(sum(item[4] for item in items))} to each device")
-    return tuple(lines)
+    parts = []
+    order = sorted(totals(flow), key=lambda row: (row[0], row[2]))
+    for when, rows in groupby(order, key=lambda row: row[0]):
+        words = []
+        for axis, same in groupby(rows, key=lambda row: row[2]):
+            items = list(same)
+            kinds = ", ".join(f"{times} {kind}" for _, kind, _, times, _ in items)
+            words.append(f"{kinds} on {axis} ({human_bytes(sum(item[4] for item in items))})")
+        parts.append(f"per {when} {', '.join(words)}")
+    return "; ".join(parts)
 
 
 def _words(graph: Graph, flow: Flow, quiet: bool) -> tuple[str, ...]:
