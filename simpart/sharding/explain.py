@@ -133,15 +133,14 @@ def explain(plan: Plan, graph: Graph, *, quiet: bool = False) -> list[str]:
     for (sums, rows), same in groupby(found, key=lambda item: (item[1], item[2])):
         stages = [s for s, *_ in same]
         if sums or rows:
-            several = len(stages) > 1
-            where = f"stage{'s' if several else ''} {numbers(stages)}{' each' if several else ''}"
-            lines.append(f"moved in {where}: {sums or 'nothing'}")
+            who = f"stages {numbers(stages)} each move" if len(stages) > 1 else f"stage {stages[0]} moves"
+            lines.append(f"{who} {sums or 'nothing'}")
             lines += [f"  {row}" for row in rows]
     return lines
 
 
 def _sums(flow: Flow) -> str:
-    """`per micro-batch 15 all-gather on tp (60 KiB); per step …`: bytes that each device receives."""
+    """`per micro-batch: tp 15 all-gather (60 KiB); per step: …`: bytes that each device receives."""
     from simpart.describe import human_bytes
 
     parts = []
@@ -151,8 +150,8 @@ def _sums(flow: Flow) -> str:
         for axis, same in groupby(rows, key=lambda row: row[2]):
             items = list(same)
             kinds = ", ".join(f"{times} {kind}" for _, kind, _, times, _ in items)
-            words.append(f"{kinds} on {axis} ({human_bytes(sum(item[4] for item in items))})")
-        parts.append(f"per {when} {', '.join(words)}")
+            words.append(f"{axis} {kinds} ({human_bytes(sum(item[4] for item in items))})")
+        parts.append(f"per {when}: {', '.join(words)}")
     return "; ".join(parts)
 
 
