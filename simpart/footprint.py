@@ -17,6 +17,7 @@ from simpart.layout import Layout, Layouts, Variant, value_bytes
 from simpart.memory import ALLOCATOR_FACTOR, StageActivations, activations_of, update_transient_bytes
 from simpart.plan import Plan
 from simpart.program import MEMORY_KINDS, MemoryDeltas, TaskKind, Topology
+from simpart.sharded import StageShares, is_sharded, local_state
 from simpart.topology import class_of_action
 
 __all__ = ["Footprints"]
@@ -29,6 +30,7 @@ class Footprints:
     """Memory of one problem's plans; stages with the same ops are analysed once."""
 
     layouts: Layouts
+    shares: StageShares
     known: dict[tuple[Any, ...], StageActivations] = field(default_factory=dict)
 
     def of(
@@ -47,8 +49,13 @@ class Footprints:
         training = self.layouts.problem.training
         static, late = np.zeros((2, len(plan.groups), kinds))
         start, end, within = np.zeros((3, classes, kinds))
+        sharded = is_sharded(plan)
         for g, (state, variant) in enumerate(zip(layout.states, variants, strict=True)):
             flat = layout.flat_bytes(plan, g, training)
+            if sharded:
+                whole = max(1, state.gradients)
+                state = local_state(layout.graph, training, plan, plan.groups[g], layout.held[g].tolist())
+                flat = int(flat * state.gradients / whole)
             static[g, PARAMETERS], static[g, STATE], static[g, GRADIENTS] = (
                 state.parameters,
                 state.optimizer_state,
@@ -71,7 +78,7 @@ class Footprints:
         all_forward_first = _all_forward_first(topology, len(plan.stages))
         for s, stage in enumerate(plan.stages):
             variant = variants[stage.group]
-            held = self._activations(plan, layout, s, variant.micro_batch)
+            held = self._activations(plan, layout, s, variant)
             forward = class_of_action(s, "F")
             start[forward, INPUTS] += self._bytes(layout, layout.inputs[s].tolist(), variant)
             start[forward, ACTIVATIONS] = held.stash
@@ -90,11 +97,20 @@ class Footprints:
     def _bytes(self, layout: Layout, values: list[int], variant: Variant) -> int:
         return sum(value_bytes(layout.graph, value, variant.micro_batch) for value in values)
 
-    def _activations(self, plan: Plan, layout: Layout, s: int, micro_batch: int) -> StageActivations:
-        key = (layout.graph.fingerprint, plan.stages[s], micro_batch)
+    def _activations(self, plan: Plan, layout: Layout, s: int, variant: Variant) -> StageActivations:
+        b = variant.micro_batch
+        graph, ops, regions = self.layouts.stage(plan, layout, s, b)
+        if is_sharded(plan):
+            share = self.shares.of(plan, graph, s, b, variant.device, regions)
+            found = activations_of(graph, ops, b, regions, share.value_bytes)
+            return StageActivations(
+                stash=found.stash + (0 if regions else share.kept_bytes),
+                forward_transient=found.forward_transient + share.largest_bytes,
+                backward_transient=found.backward_transient + share.largest_bytes,
+            )
+        key = (layout.graph.fingerprint, plan.stages[s], b)
         if key not in self.known:
-            graph, ops, regions = self.layouts.stage(plan, layout, s, micro_batch)
-            self.known[key] = activations_of(graph, ops, micro_batch, regions)
+            self.known[key] = activations_of(graph, ops, b, regions)
         return self.known[key]
 
 

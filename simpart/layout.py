@@ -169,9 +169,16 @@ def variants_of(problem: Problem, plan: Plan) -> list[list[Variant]]:
     """Per group the distinct kinds of replica."""
     found = []
     for group, sizes in zip(plan.groups, plan.batch.sizes, strict=True):
-        devices = [problem.cluster.device(d) for d in group.devices]
-        found.append(list(dict.fromkeys(map(Variant, sizes, devices))))
+        kinds = [{problem.cluster.device(d) for d in group.replica_devices(r)} for r in range(len(sizes))]
+        alike = [
+            Variant(size, d) for size, devices in zip(sizes, kinds, strict=True) for d in sorted(devices, key=_name)
+        ]
+        found.append(list(dict.fromkeys(alike)))
     return found
+
+
+def _name(device: Device) -> str:
+    return device.name
 
 
 def value_bytes(graph: Graph, value: int, micro_batch: int) -> int:

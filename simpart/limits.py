@@ -24,7 +24,7 @@ def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]
 
     `compute` is its own work; `communication pp` waiting while a transfer to it is under way, `communication dp`,
     `tied` and `norm` its gradient collectives (with waiting for other groups to join); `bubble` the rest of its
-    waiting; `overhead` fixed times per step and action.
+    waiting; `overhead` fixed times per step and action. Collectives within actions count under their axis.
     """
     topology, facts = program.topology, program.facts
     assert facts is not None  # simulate checks
@@ -45,7 +45,10 @@ def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]
             shares["bubble"] += start - before - sending
             fixed = min(end - start, facts.action_overhead_s if topology.kind[task] < TaskKind.SEND else 0.0)
             shares["overhead"] += fixed
-            shares["compute"] += end - start - fixed
+            within = {axis: float(seconds[topology.task_class[task]]) for axis, seconds in facts.inside}
+            for axis, seconds in within.items():
+                shares[f"communication {axis}"] = shares.get(f"communication {axis}", 0.0) + seconds
+            shares["compute"] += end - start - fixed - sum(within.values())
         before = end
     shares["bubble"] += step_s - facts.overhead_s - before
     return {name: max(0.0, seconds) / step_s if step_s > 0 else 0.0 for name, seconds in shares.items()}

@@ -111,10 +111,14 @@ def update_transient_bytes(training: TrainingSpec, device: Device, state: StateB
 
 
 # --- activations -----------------------------------------------------------------------------------------------------
-def activations_of(graph: Graph, ops: Ints, micro_batch: int, regions: Sequence[Ints] = ()) -> StageActivations:
+def activations_of(
+    graph: Graph, ops: Ints, micro_batch: int, regions: Sequence[Ints] = (), value_bytes: Ints | None = None
+) -> StageActivations:
     """Of a stage that runs these ops; the inner storages of each region are dropped after forward and made again in
     backward."""
     storages = storages_of(graph, micro_batch)
+    if value_bytes is not None:  # what one device holds of each kernel-level value
+        storages = storages._replace(bytes=value_bytes)
     flat = graph.flat
     member = np.zeros(len(flat.op_class), dtype=bool)
     member[ops] = True

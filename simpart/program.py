@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
 __all__ = ["MEMORY_KINDS", "Durations", "MemoryDeltas", "Program", "Spread", "StepFacts", "TaskKind", "Topology"]
 
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
@@ -35,7 +36,7 @@ MEMORY_KINDS = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)
 class Topology:
     """Tasks 0 … n-1 and their order. Task i starts when all `predecessors` have ended (each plus its lag) and the task
     before it on its `resource` has ended; resource -1 is no resource (a pure delay).
@@ -106,9 +107,9 @@ class Spread:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
-    """What a step achieves and what it may use. `stages_of_group` are stage numbers; the three rows of bytes and
-    factors are per group: of the device with the least room. Device bytes are allocated × `allocator_factor` +
-    `reserved_bytes`."""
+    """What a step achieves and what it may use. `inside` has the seconds per task class of collectives within
+    actions, by axis. `stages_of_group` are stage numbers; the three rows of bytes and factors are per group: of the
+    device with the least room. Device bytes are allocated × `allocator_factor` + `reserved_bytes`."""
 
     samples: int
     tokens: int
@@ -117,6 +118,7 @@ class StepFacts:
     overhead_s: float
     action_overhead_s: float
     reduction_axes: tuple[str, ...]
+    inside: tuple[tuple[str, Floats], ...]
     stages_of_group: tuple[tuple[int, ...], ...]
     device_names: tuple[str, ...]
     capacity_bytes: tuple[int, ...]

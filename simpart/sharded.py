@@ -1,4 +1,4 @@
-"""A stage whose kernels are split: what one of its devices computes, sends and holds.
+"""Stages whose kernels or state are split: what one of their devices computes, sends and holds.
 
 Everything follows from the stage's `sharding.Flow`: local signatures are priced like whole ones, conversions and the
 exchanges inside kernels become collectives on the axis of the group they run on.
@@ -7,28 +7,35 @@ exchanges inside kernels become collectives on the axis of the group they run on
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from math import prod
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from simpart.conversions import collective_of
 from simpart.cost import Collective, ComputeModel, Signature, unique
-from simpart.graph import Graph, Phase
+from simpart.graph import Graph, Phase, Source
 from simpart.hardware import Cluster, Device
 from simpart.kernels import Mode
-from simpart.plan import DeviceGroup
+from simpart.memory import StateBytes, state_of
+from simpart.plan import DeviceGroup, Plan
 from simpart.pricing import Amount, sum_rows
-from simpart.sharding.flow import Conversion, Flow
-from simpart.sharding.mesh import Axes, Layout, Use, axis_members, local_signature
+from simpart.problem import Problem
+from simpart.sharding.flow import Conversion, Flow, flows
+from simpart.sharding.mesh import Axes, Layout, Use, axis_members, local_signature, mesh_of, rest_layout
 from simpart.signatures import signatures_of
 from simpart.sizes import DTYPE_BYTES
 from simpart.tdl.local import local_shape
+from simpart.training import TrainingSpec
 from simpart.transfers import sharing
 
-__all__ = ["Sent", "converted_bytes", "local_bytes", "local_elements", "price_kernels", "sent_by"]
+__all__ = [
+    "Sent", "StageShare", "StageShares", "bucketed", "converted_bytes", "is_sharded", "kernel_value", "local_bytes",
+    "local_elements", "local_share", "local_state", "price_kernels", "sent_by",
+]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
 Role = Literal["value", "boundary", "parameter", "gradient", "update", "exchange"]
@@ -83,6 +90,19 @@ def sent_by(flow: Flow, group: DeviceGroup, cluster: Cluster) -> list[Sent]:
         collective = Collective("all_reduce", exchange.bytes, members[name][0], shared[name])
         found[exchange.phase, False, "exchange", name, collective] += len(exchange.kernels)
     return [Sent(*key, times) for key, times in found.items()]
+
+
+def bucketed(sent: Iterable[Sent], role: Role, bucket_bytes: int) -> list[tuple[Collective, int]]:
+    """Collectives of one role that happen once per step, those of one kind and group merged into buckets."""
+    total: Counter[Collective] = Counter()
+    for x in sent:
+        if x.per_step and x.role == role:
+            total[replace(x.collective, bytes=0)] += x.times * x.collective.bytes
+    found = []
+    for kind, size in total.items():
+        full, rest = divmod(size, bucket_bytes)
+        found += [(replace(kind, bytes=b), n) for b, n in ((bucket_bytes, full), (rest, 1)) if b and n]
+    return found
 
 
 def local_elements(shape: tuple[int, ...], layout: Layout, axes: Axes) -> int:
@@ -142,3 +162,143 @@ def _read_late(flow: Flow) -> set[int]:
         if not flat.kernel_forward[kernel]:
             found.update(flat.kernel_inputs[flat.kernel_indptr[kernel] : flat.kernel_indptr[kernel + 1]].tolist())
     return found
+
+
+# --- stages of a plan -------------------------------------------------------------------------------------------------
+def is_sharded(plan: Plan) -> bool:
+    """Whether devices of a group do different things, or keep different state."""
+    return bool(plan.shardings or plan.state or any(n > 1 for g in plan.groups for _, n in g.sharding_axes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageShare:
+    """One device's share of a stage at one micro-batch size. `again` is the forward of recomputed regions, of which
+    `sent_again` holds the collectives."""
+
+    flow: Flow
+    forward: Amount
+    backward: Amount
+    again: Amount | None
+    sent: tuple[Sent, ...]
+    sent_again: tuple[Sent, ...]
+    value_bytes: Ints  # of kernel-level values, as they lie
+    kept_bytes: int
+    largest_bytes: int
+
+
+@dataclass(slots=True)
+class StageShares:
+    """Shares of the stages of one problem's plans; equal stages are analysed once."""
+
+    problem: Problem
+    known: dict[tuple[Any, ...], StageShare] = field(default_factory=dict)
+    flows: dict[tuple[Any, ...], tuple[Flow, ...]] = field(default_factory=dict)
+
+    def of(
+        self, plan: Plan, graph: Graph, s: int, micro_batch: int, device: Device, regions: Sequence[Ints]
+    ) -> StageShare:
+        """The share of stage s on a replica of this micro-batch and kind of device."""
+        stage = plan.stages[s]
+        group = plan.groups[stage.group]
+        shapes = tuple((plan.groups[x.group].axes, x.ops, x.sharding) for x in plan.stages)
+        key = (
+            graph.fingerprint,
+            shapes,
+            plan.shardings,
+            plan.state,
+            group,
+            stage.recompute,
+            s,
+            micro_batch,
+            device.name,
+        )
+        if key not in self.known:
+            flows_key = key[:5]
+            if flows_key not in self.flows:
+                self.flows[flows_key] = flows(plan, graph, [micro_batch] * len(plan.stages))
+            self.known[key] = self._share(self.flows[flows_key][s], group, device, graph, regions)
+        return self.known[key]
+
+    def _share(
+        self, found: Flow, group: DeviceGroup, device: Device, graph: Graph, regions: Sequence[Ints]
+    ) -> StageShare:
+        costs, cluster, mode = self.problem.costs, self.problem.cluster, self.problem.mode
+        forward, backward = price_kernels(graph, found, costs.compute, device, mode)
+        again: Amount | None = None
+        sent_again: tuple[Sent, ...] = ()
+        if regions:
+            inside = np.isin(graph.flat.kernel_op, np.concatenate(regions)) & graph.flat.kernel_forward
+            again, _ = price_kernels(graph, found, costs.compute, device, mode, np.flatnonzero(inside).tolist())
+            sent_again = tuple(sent_by(_only(found, inside), group, cluster))
+        kept, largest = converted_bytes(found)
+        return StageShare(
+            flow=found, forward=forward, backward=backward, again=again, sent=tuple(sent_by(found, group, cluster)),
+            sent_again=sent_again, value_bytes=local_bytes(graph, found), kept_bytes=kept, largest_bytes=largest,
+        )  # fmt: skip
+
+
+def _only(found: Flow, inside: npt.NDArray[np.bool_]) -> Flow:
+    """The part of a flow that happens at these kernels, per micro-batch and in forward."""
+    conversions = []
+    for conversion in found.conversions:
+        rows = [i for i, kernel in enumerate(conversion.kernels) if kernel >= 0 and inside[kernel]]
+        if rows and conversion.phase == "F" and not conversion.per_step:
+            values, kernels = conversion.values, conversion.kernels
+            conversions.append(
+                replace(conversion, values=tuple(values[i] for i in rows), kernels=tuple(kernels[i] for i in rows))
+            )
+    exchanges = [
+        replace(e, kernels=kernels) for e in found.exchanges if (kernels := tuple(k for k in e.kernels if inside[k]))
+    ]
+    return replace(found, conversions=tuple(conversions), exchanges=tuple(exchanges))
+
+
+def local_share(
+    plan: Plan, group: DeviceGroup, source: Source, what: Literal["parameter", "gradient", "optimizer"]
+) -> float:
+    """Part of a parameter, its gradient or its optimizer state that one device of the group keeps between uses."""
+    axes = mesh_of(group.axes)
+    layout = rest_layout(getattr(plan.state_of(source)[1], what), axes)
+    shape = source.spec.shape(1)
+    return local_elements(shape, layout, axes) / max(1, prod(shape))
+
+
+def local_state(
+    graph: Graph, training: TrainingSpec, plan: Plan, group: DeviceGroup, values: Iterable[int]
+) -> StateBytes:
+    """Bytes of state that one device of the group keeps, see `memory.state_of`."""
+    sources = dict(graph.all_sources())
+    total = np.zeros(5)
+    for value in values:
+        whole, source = state_of(graph, training, [value]), sources[value]
+        if source.kind == "parameter":
+            p = local_share(plan, group, source, "parameter")
+            g = local_share(plan, group, source, "gradient")
+            o = local_share(plan, group, source, "optimizer")
+        else:
+            p = g = o = 1.0
+        total[:3] += whole.parameters * p, whole.gradients * g, whole.optimizer_state * o
+        total[3] = max(total[3], whole.largest_elements * o)
+        total[4] += whole.elements * o
+    parameters, gradients, optimizer, largest, elements = (int(x) for x in total)
+    return StateBytes(
+        parameters=parameters,
+        gradients=gradients,
+        optimizer_state=optimizer,
+        largest_elements=largest,
+        elements=elements,
+    )
+
+
+def kernel_value(graph: Graph, value: int) -> int:
+    """The kernel-level value that an op-level one ends up as: the output of its op's last forward kernel."""
+    flat = graph.flat
+    op = int(flat.value_op[value])
+    if op < 0:
+        return value
+    mine = np.flatnonzero((flat.kernel_op == op) & flat.kernel_forward)
+    if mine.size == 0:
+        return kernel_value(graph, int(flat.op_inputs[flat.op_indptr[op]]))
+    last = int(mine[-1])
+    outputs = len(graph.kernel_classes[flat.kernel_class[last]].outputs)
+    return int(flat.kernel_outputs[last]) + min(value - int(flat.op_outputs[op]), outputs - 1)

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from simpart.cost import Costs
+from simpart.costmodels import AlphaBeta, Roofline
 from simpart.errors import MismatchError, UnsupportedError
 from simpart.graph import Graph
-from simpart.hardware import Device
+from simpart.hardware import Device, load_cluster
 from simpart.lowering import lower
 from simpart.placement import Shard, Sharding, StatePlacement
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.program import MEMORY_KINDS
 from simpart.schedule import Schedule
-from simpart.simulation import evaluate, sample_steps, simulate, simulate_plan
+from simpart.simulation import SimResult, evaluate, sample_steps, simulate, simulate_plan
 from simpart.timeline import timeline
 from simpart.training import TrainingSpec
 from simpart.transfers import messages
@@ -285,15 +287,9 @@ def test_what_is_not_lowered_is_refused_plainly() -> None:
     graph = chain(2)
     good = plan(graph, [2], 2)
     p = problem(graph, 4)
-    split = DeviceGroup(devices=Devices.of([0, 1]), axes=(("dp", 1), ("tp", 2)))
-    with pytest.raises(UnsupportedError, match="mesh axis 'tp' splits kernels"):
-        lower(p, dataclasses.replace(good, groups=(split, good.groups[1])))
-    with pytest.raises(UnsupportedError, match="ZeRO"):
-        lower(p, dataclasses.replace(good, state=(("w0", StatePlacement(optimizer=(("dp", Shard(0)),))),)))
-    with pytest.raises(UnsupportedError, match="strategies"):
-        lower(p, dataclasses.replace(good, shardings=(("s", Sharding()),)))
+    sharded = dataclasses.replace(good, shardings=(("s", Sharding()),), mode="compiled")
     with pytest.raises(UnsupportedError, match="compiled"):
-        lower(p, dataclasses.replace(good, mode="compiled"))
+        lower(dataclasses.replace(p, mode="compiled"), sharded)
     with pytest.raises(UnsupportedError, match="fine"):
         lower(p, good, grain="fine")  # type: ignore[arg-type]
 
@@ -316,3 +312,51 @@ def test_the_timeline_is_a_grid_of_its_width() -> None:
     assert [row.split("|")[0].strip() for row in rows] == ["group 0", "group 1", "link 0>1", "link 1>0"]
     assert max(map(len, rows)) <= 60
     assert rows[0].split("|")[1].startswith("F")
+
+
+# --- split kernels and state ------------------------------------------------------------------------------------------
+def test_tensor_parallel_devices_share_the_work_and_pay_for_it_inside_their_actions() -> None:
+    from tests.vocabulary import GPT, graph_of, megatron
+
+    graph = graph_of(GPT)
+    split = dataclasses.replace(megatron(graph, sequence_parallel=False), schedule=Schedule(kind="gpipe"))
+    groups = tuple(dataclasses.replace(g, axes=(("dp", 4),)) for g in split.groups)
+    stages = tuple(dataclasses.replace(stage, sharding=None) for stage in split.stages)
+    batch = dataclasses.replace(split.batch, micro_batches=2, sizes=((1,) * 4,) * 2)
+    whole = dataclasses.replace(split, groups=groups, stages=stages, batch=batch, shardings=(), state=())
+
+    def simulated(plan: Plan) -> SimResult:
+        cluster = load_cluster("dgx-a100")
+        costs = Costs(compute=Roofline(), communication=AlphaBeta())
+        return simulate_plan(Problem(
+            graph=graph, training=TrainingSpec(), cluster=cluster, costs=costs, global_batch=plan.global_batch
+        ), plan)  # fmt: skip
+
+    ours, theirs = simulated(split), simulated(whole)
+    assert ours.limits["communication tp"] > 0.01 and "communication tp" not in theirs.limits
+    assert sum(ours.limits.values()) == pytest.approx(1)
+    for mine, other in zip(ours.memory, theirs.memory, strict=True):
+        assert mine.by_kind["optimizer state"] < 0.7 * other.by_kind["optimizer state"]
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_sharded_state_takes_its_share_of_memory(zero: int) -> None:
+    from tests.vocabulary import EXAMPLES
+
+    example = EXAMPLES[2]
+    shard = (("dp", Shard(0)),)
+    rest = StatePlacement(parameter=shard if zero == 3 else (), gradient=shard if zero >= 2 else (), optimizer=shard)
+    cluster = load_cluster("dgx-a100")
+
+    def kinds(plan: Plan) -> dict[str, int]:
+        costs = Costs(compute=Roofline(), communication=AlphaBeta())
+        p = Problem(graph=example.graph, training=TrainingSpec(), cluster=cluster, costs=costs, global_batch=32)
+        return dict(simulate_plan(p, plan).memory[0].by_kind)
+
+    ours = kinds(dataclasses.replace(example.plan, state=(("*", rest),)))
+    whole = kinds(dataclasses.replace(example.plan, state=()))
+    assert ours["optimizer state"] == pytest.approx(whole["optimizer state"] / 8, rel=0.05)
+    assert ours["gradients"] == pytest.approx(whole["gradients"] / (8 if zero >= 2 else 1), rel=0.05)
+    buffers = sum(s.spec.bytes(1) for _, s in example.graph.all_sources() if s.kind in ("buffer", "constant"))
+    trained = (whole["parameters"] - buffers) / (8 if zero == 3 else 1)
+    assert ours["parameters"] == pytest.approx(trained + buffers, rel=0.05)

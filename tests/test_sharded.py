@@ -93,4 +93,4 @@ def test_local_bytes_by_hand(tensor: Flow) -> None:
 
 def test_converted_values_are_kept_where_backward_reads_them(tensor: Flow) -> None:
     kept, largest = converted_bytes(tensor)
-    assert 0 <= kept and largest >= 2 * 20 * 48 * 4
+    assert kept >= 0 and largest >= 2 * 20 * 48 * 4

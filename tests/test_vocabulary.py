@@ -46,15 +46,10 @@ from tests.vocabulary import (
     document,
     graph_of,
     megatron,
-    mixed,
-    rannc,
     relayed_or_sent,
     renewed,
     rests,
-    selective,
     tofu,
-    towers,
-    unet,
 )  # fmt: skip
 
 R = Replicate()
@@ -104,10 +99,8 @@ def test_its_words_name_every_stage_and_stay_short(example: Example) -> None:
     assert max(map(len, lines)) < 170
 
 
-@pytest.mark.parametrize(
-    "example", [e for e in EXAMPLES if e.build in (rannc, towers, unet, mixed, selective)], ids=lambda e: e.name
-)
-def test_plans_without_shardings_are_simulated(example: Example) -> None:
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda e: e.name)
+def test_every_plan_is_simulated(example: Example) -> None:
     cluster, plan = load_cluster(example.cluster), example.plan
 
     def step_s(plan: Plan) -> float:

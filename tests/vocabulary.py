@@ -133,10 +133,9 @@ def megatron(graph: Graph, *, sequence_parallel: bool = True) -> Plan:
         groups=(group("0:4", dp=2, tp=2), group("4:8", dp=2, tp=2)),
         stages=tuple(stages),
         batch=Batch(micro_batches=4, sizes=((1, 1), (1, 1))),
-        schedule=Schedule(kind="interleaved-1f1b", parameters=(("virtual_stages", 2),)),
+        schedule=Schedule(kind="interleaved-1f1b"),
         shardings=(("tensor", sharding_of(graph, {"tp": strategies})),),
         state=at_rest("tp", TENSOR_PARALLEL),
-        mode="compiled",
     )
 
 
