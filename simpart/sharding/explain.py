@@ -15,6 +15,9 @@ from simpart.sharding.propagate import undescribed
 
 __all__ = ["Row", "explain", "rows_of", "totals"]
 
+WIDTH = 140
+"""Longer sums are written on two lines."""
+
 
 @dataclass(slots=True)
 class Row:
@@ -134,12 +137,12 @@ def explain(plan: Plan, graph: Graph, *, quiet: bool = False) -> list[str]:
         stages = [s for s, *_ in same]
         if sums or rows:
             who = f"stages {numbers(stages)} each move" if len(stages) > 1 else f"stage {stages[0]} moves"
-            lines.append(f"{who} {sums or 'nothing'}")
+            lines += [f"{who} {line}" for line in sums] or [f"{who} nothing"]
             lines += [f"  {row}" for row in rows]
     return lines
 
 
-def _sums(flow: Flow) -> str:
+def _sums(flow: Flow) -> tuple[str, ...]:
     """`per micro-batch: tp 15 all-gather (60 KiB); per step: …`: bytes that each device receives."""
     from simpart.describe import human_bytes
 
@@ -152,7 +155,8 @@ def _sums(flow: Flow) -> str:
             kinds = ", ".join(f"{times} {kind}" for _, kind, _, times, _ in items)
             words.append(f"{axis} {kinds} ({human_bytes(sum(item[4] for item in items))})")
         parts.append(f"per {when}: {', '.join(words)}")
-    return "; ".join(parts)
+    line = "; ".join(parts)
+    return (line,) if parts and len(line) < WIDTH else tuple(parts)
 
 
 def _words(graph: Graph, flow: Flow, quiet: bool) -> tuple[str, ...]:
