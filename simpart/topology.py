@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -18,7 +18,8 @@ __all__ = [
     "class_of_update", "topology_of",
 ]  # fmt: skip
 
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
+INDEX = np.int32
 NONE = np.zeros(0, dtype=np.int64)
 KINDS = "FBIW"
 """Actions by the number of their `TaskKind`."""
@@ -100,16 +101,16 @@ def actions_of(shape: Shape) -> Actions:
     one_each = len(set(shape.group_of_stage)) == stages
     if shape.schedule.kind == "1f1b" and one_each:
         order = np.argsort(np.array(shape.group_of_stage))
-        warm_up = np.minimum(stages - order, count)[:, None]
-        m = np.arange(count)[None, :]
+        warm_up = np.minimum(stages - order, count).astype(INDEX)[:, None]
+        m = np.arange(count, dtype=INDEX)[None, :]
         forward_at = np.where(m < warm_up, m, 2 * m - warm_up + 1)
         backward_at = warm_up + m + np.minimum(m, count - warm_up)
-        kind, micro_batch = np.empty((2, stages, 2 * count), dtype=np.int64)
+        kind, micro_batch = np.empty((2, stages, 2 * count), dtype=INDEX)
         for at, number in ((forward_at, 0), (backward_at, 1)):
             np.put_along_axis(kind, at, number, axis=1)
             np.put_along_axis(micro_batch, at, np.broadcast_to(m, at.shape), axis=1)
         return Actions(
-            np.arange(stages + 1) * 2 * count, np.repeat(order, 2 * count), kind.ravel(), micro_batch.ravel(), NONE
+            np.arange(stages + 1) * 2 * count, np.repeat(order.astype(INDEX), 2 * count), kind.ravel(), micro_batch.ravel(), NONE
         )
     return actions_of_rows(shape.schedule.rows(shape.group_of_stage, count))
 
@@ -130,46 +131,47 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
     tails = [[r for r in shape.reductions if g in r.groups] for g in range(groups)]
     extra = np.array([len(tail) + shape.optimizer for tail in tails], dtype=np.int64)
     shift = np.concatenate([[0], np.cumsum(extra)[:-1]]).astype(np.int64)
-    row_of = np.repeat(np.arange(groups), np.diff(actions.indptr))
-    task_of = np.arange(actions.stage.size) + shift[row_of]
-    group_indptr = actions.indptr + np.concatenate([[0], np.cumsum(extra)])
+    group_indptr = (actions.indptr + np.concatenate([[0], np.cumsum(extra)])).astype(INDEX)
+    row_of = np.repeat(np.arange(groups, dtype=INDEX), np.diff(group_indptr))
+    task_of = np.arange(actions.stage.size, dtype=INDEX)
+    if extra.any():
+        task_of += np.repeat(shift, np.diff(actions.indptr))
 
-    at, row_at = np.full((2, stages, 4, count), -1, dtype=np.int64)
+    at = np.full((stages, 4, count), -1, dtype=INDEX)
     at[actions.stage, actions.kind, actions.micro_batch] = task_of
-    row_at[actions.stage, actions.kind, actions.micro_batch] = row_of
-    split = at[:, 1] < 0
-    forward, backward = at[:, 0], np.where(split, at[:, 2], at[:, 1])  # I or B gives the input's gradient
-    forward_row, backward_row = row_at[:, 0], np.where(split, row_at[:, 2], row_at[:, 1])
+    forward, backward = at[:, 0], np.where(at[:, 1] >= 0, at[:, 1], at[:, 2])  # B or I gives the input's gradient
     made = forward.copy()  # what waits for a forward waits for the backward it overlaps with
     made[actions.stage[actions.pairs], actions.micro_batch[actions.pairs]] += 1
     hops = []
     for e, edge in enumerate(shape.edges):
         a, b = edge.source, edge.target
-        hops.append(_Hop(e, False, made[a].copy(), forward[b], forward_row[a], forward_row[b]))
+        hops.append(_Hop(e, False, made[a].copy(), forward[b], row_of[forward[a]], row_of[forward[b]]))
         if edge.backward:
-            hops.append(_Hop(e, True, backward[b].copy(), backward[a], backward_row[b], backward_row[a]))
+            hops.append(_Hop(e, True, backward[b].copy(), backward[a], row_of[backward[b]], row_of[backward[a]]))
     links = _links(hops, groups) if shape.transfers == "tasks" else []
     loads = [sum(part.size for _, part in link.sends) for link in links]
     size = int(group_indptr[-1]) + sum(loads)
-    resource, kind, stage, micro_batch, task_class, degree = np.full((6, size), -1, dtype=np.int64)
-    resource[: group_indptr[-1]] = np.repeat(np.arange(groups), np.diff(group_indptr))
-    kind[task_of], stage[task_of], micro_batch[task_of] = actions.kind, actions.stage, actions.micro_batch
-    task_class[task_of] = 4 * actions.stage + actions.kind
+    resource, kind, stage, micro_batch, task_class = (np.empty(size, dtype=INDEX) for _ in range(5))
+    degree = np.ones(size, dtype=INDEX)
+    resource[: group_indptr[-1]] = row_of
+    run = task_of if extra.any() else slice(actions.stage.size)
+    kind[run], stage[run], micro_batch[run] = actions.kind, actions.stage, actions.micro_batch
+    task_class[run] = 4 * actions.stage + actions.kind
 
-    degrees = np.zeros((stages, 4), dtype=np.int64)
+    degrees = np.zeros((stages, 4), dtype=INDEX)
     for edge in shape.edges:
         degrees[edge.target, 0] += 1
         degrees[edge.source, 1:3] += edge.backward
-    degree[task_of] = degrees[actions.stage, actions.kind]
-    own = degree.copy()
-    degree[task_of[actions.pairs]] += degree[task_of[actions.pairs + 1]]
-    degree[group_indptr[-1] :] = 1
+    degree[run] = degrees[actions.stage, actions.kind]
+    paired = task_of[actions.pairs]
+    own = degree[paired]
+    degree[paired] += degree[paired + 1]
 
     joins: list[tuple[int, list[int]]] = []  # tasks of collectives that groups enter together, with what they wait for
     for g, tail in enumerate(tails):
         for k, reduction in enumerate(tail):
             i = int(group_indptr[g + 1]) - int(extra[g]) + k
-            kind[i], stage[i] = TaskKind.REDUCE, reduction.stage
+            kind[i], stage[i], micro_batch[i] = TaskKind.REDUCE, reduction.stage, -1
             task_class[i] = class_of_reduction(shape, shape.reductions.index(reduction))
             others = [
                 int(group_indptr[o + 1] - extra[o]) + tails[o].index(reduction) - 1 for o in reduction.groups if o != g
@@ -178,10 +180,12 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
             degree[i] = len(others)
         if shape.optimizer:
             i = int(group_indptr[g + 1]) - 1
-            kind[i], task_class[i], degree[i] = TaskKind.OPTIMIZER, class_of_update(shape, g), 0
+            kind[i], stage[i], micro_batch[i] = TaskKind.OPTIMIZER, -1, -1
+            task_class[i], degree[i] = class_of_update(shape, g), 0
 
-    indptr = np.concatenate([[0], np.cumsum(degree)]).astype(np.int64)
-    predecessors, lag = np.full((2, int(indptr[-1])), -1, dtype=np.int64)
+    indptr = np.zeros(size + 1, dtype=INDEX)
+    np.cumsum(degree, out=indptr[1:])
+    predecessors, lag = np.empty(indptr[-1], dtype=INDEX), np.full(indptr[-1], -1, dtype=INDEX)
     first = int(group_indptr[-1])
     for r, link in enumerate(links):
         queue = np.argsort(np.concatenate([hop.source[part] for hop, part in link.sends]), kind="stable")
@@ -204,15 +208,15 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
         predecessors[edges_in] = hop.source
         if shape.transfers == "lags":
             lag[edges_in] = np.where(hop.source_row != hop.target_row, 2 * hop.edge + hop.backward, -1)
-    for i in task_of[actions.pairs].tolist():  # needs what its partner needs
-        start, partner = indptr[i] + own[i], slice(indptr[i + 1], indptr[i + 2])
+    for i, first in zip(paired.tolist(), own.tolist(), strict=True):  # needs what its partner needs
+        start, partner = indptr[i] + first, slice(indptr[i + 1], indptr[i + 2])
         predecessors[start : indptr[i + 1]] = predecessors[partner]
         lag[start : indptr[i + 1]] = lag[partner]
     for i, others in joins:
         predecessors[indptr[i] : indptr[i + 1]] = others
 
     resource_indptr = np.concatenate([group_indptr, group_indptr[-1] + np.cumsum(loads)])
-    resource_indptr, resource_order = resource_indptr.astype(np.int64), np.arange(size)
+    resource_indptr, resource_order = resource_indptr.astype(INDEX), np.arange(size, dtype=INDEX)
     try:
         order = static_order(indptr, predecessors, resource, resource_indptr, resource_order)
     except Deadlock as deadlock:

@@ -20,8 +20,8 @@ def order_tasks(
     """
     queues = len(queue_indptr) - 1
     done = np.zeros(len(indptr) - 1, np.bool_)
-    first_waiting = np.full(len(indptr) - 1, -1)
-    next_waiting = np.full(queues, -1)
+    first_waiting = np.full(len(indptr) - 1, -1, np.int32)
+    next_waiting = np.full(queues, -1, np.int32)
     stack = np.arange(queues - 1, -1, -1)
     top, count = queues, 0
     for q in range(queues):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from simpart.engines._jit import compiled
@@ -9,7 +11,7 @@ from simpart.engines._loops import order_tasks
 
 __all__ = ["Deadlock", "static_order"]
 
-Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 
 
 class Deadlock(Exception):
@@ -24,9 +26,11 @@ def static_order(indptr: Ints, predecessors: Ints, resource: Ints, resource_indp
     """A topological order of tasks 0 … n-1 in `program.Topology`'s terms; raises Deadlock when there is none."""
     delays = np.flatnonzero(resource < 0)  # on no resource: each is a queue of its own
     queue = np.concatenate([resource_order, delays]) if delays.size else resource_order
-    queue_indptr = np.concatenate([resource_indptr, resource_indptr[-1] + 1 + np.arange(delays.size)])
+    queue_indptr = resource_indptr
+    if delays.size:
+        queue_indptr = np.concatenate([resource_indptr, resource_indptr[-1] + 1 + np.arange(delays.size)])
     size = indptr.size - 1
-    order, head = np.empty(size, dtype=np.int64), np.zeros(queue_indptr.size - 1, dtype=np.int64)
+    order, head = np.empty(size, dtype=indptr.dtype), np.zeros(queue_indptr.size - 1, dtype=np.int64)
     jitted = compiled(order_tasks, size)
     if jitted is not None:
         count = jitted(indptr, predecessors, queue_indptr, queue, order, head)
