@@ -20,6 +20,7 @@ from simpart.model_spec import load_graph_or_model
 from simpart.plan_format import PlanFile, save_plan
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, folder, load_searcher, local_profiler
+from simpart.report import save_report
 from simpart.searching import search
 from simpart.simulation import SimResult, simulate_plan
 from simpart.timeline import timeline
@@ -92,15 +93,17 @@ def demo(model: str, place: Path) -> None:
     print(f"  best of {len(found.ranked)} plans in {human_seconds(found.wall_s)}")
     print(describe(plan, file.graph, cluster))
 
-    say(start, f"simulate   $ simpart simulate {plan_path} --timeline")
+    say(start, f"simulate   $ simpart simulate {plan_path} --timeline --report {place / 'report.html'}")
     result = simulate_plan(problem, plan)
     print(timeline(result))
+    for name in ("report.html", "picture.png"):
+        save_report(place / name, result, f"{graph.model} on {cluster.name}", describe(plan, file.graph, cluster))
 
     say(start, f"run        $ simpart validate {plan_path}")
     report = validate(file, predicted=result, steps=7, warmup=2, folder=place / "run")
     save_traces(place, report)
     compare(result, report)
-    print(f"\nplan {plan_path}\ntrace {place / 'trace.json'} (predicted and measured; open it in ui.perfetto.dev)\n"
+    print(f"\nplan {plan_path}\nreport {place / 'report.html'}, picture {place / 'picture.png'}\ntrace {place / 'trace.json'} (predicted and measured; open it in ui.perfetto.dev)\n"
           f"profiles {store}\nlogs of the run {place / 'run'}")  # fmt: skip
     say(start, "done")
 

@@ -13,18 +13,22 @@ from simpart.errors import UserError
 __all__ = ["simulate"]
 
 
-@click.command(epilog="Example:  simpart simulate plan.json --trace trace.json")
+@click.command(epilog="Example:  simpart simulate plan.json --trace trace.json --report plan.html")
 @click.argument("target", metavar="PLAN|MODEL")
 @problem_options(required=False)
 @configuration_options()
 @click.option("--engine", type=click.Choice(["compiled", "simpy"]), default="compiled", show_default=True)
 @click.option("--trace", type=click.Path(path_type=Path), default=None, help="Perfetto trace to write.")
+@click.option("--report", type=click.Path(path_type=Path), default=None, help="Page (.html) or picture (.png, .svg).")
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def simulate(target: str, engine: str, trace: Path | None, timeline: bool, as_json: bool, **options: Any) -> None:
+def simulate(
+    target: str, engine: str, trace: Path | None, report: Path | None, timeline: bool, as_json: bool, **options: Any
+) -> None:
     """Predict step time, memory and what limits them. A PLAN file needs no other option; a MODEL takes those of
     simpart plan."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
+    from simpart.describe import describe
     from simpart.simulation import simulate_plan
 
     problem, plan = problem_of(target, options)
@@ -33,16 +37,24 @@ def simulate(target: str, engine: str, trace: Path | None, timeline: bool, as_js
         from simpart.trace import save_trace
 
         save_trace(trace, result)
+    title = f"{problem.graph.model or target} on {problem.cluster.name}"
+    if report is not None:
+        from simpart.report import save_report
+
+        words = describe(plan, problem.graph.at(max(plan.batch.sizes[0])), problem.cluster)
+        save_report(report, result, title, words)
     if as_json:
         print_document(prediction_document(problem, plan, result))
         return
-    print_prediction(problem, plan, result, f"{problem.graph.model or target} on {problem.cluster.name}")
+    print_prediction(problem, plan, result, title)
     if timeline:
         from simpart.timeline import timeline as text_timeline
 
         click.echo(text_timeline(result))
     if trace is not None:
         click.echo(f"trace written to {trace}; open it in ui.perfetto.dev")
+    if report is not None:
+        click.echo(f"report written to {report}")
 
 
 def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
