@@ -103,8 +103,10 @@ def demo(model: str, place: Path) -> None:
     report = validate(file, predicted=result, steps=7, warmup=2, folder=place / "run")
     save_traces(place, report)
     compare(result, report)
-    print(f"\nplan {plan_path}\nreport {place / 'report.html'}, picture {place / 'picture.png'}\ntrace {place / 'trace.json'} (predicted and measured; open it in ui.perfetto.dev)\n"
-          f"profiles {store}\nlogs of the run {place / 'run'}")  # fmt: skip
+    print(f"\nplan      {plan_path}")
+    print(f"report    {place / 'report.html'}, picture {place / 'picture.png'}")
+    print(f"trace     {place / 'trace.json'}: predicted and measured; open it in ui.perfetto.dev")
+    print(f"profiles  {store}\nlogs      {place / 'run'}")
     say(start, "done")
 
 

@@ -15,7 +15,7 @@ from tests.toy_graphs import chain
 @pytest.fixture(scope="module")
 def result() -> SimResult:
     graph = chain(2)
-    return simulate_plan(problem(graph, 8), plan(graph, [2, 2], 4))
+    return simulate_plan(problem(graph, 8), plan(graph, [2], 4))
 
 
 def test_page_says_what_was_predicted_and_needs_nothing_else(result: SimResult, tmp_path: Path) -> None:
