@@ -140,6 +140,10 @@ class Updater:
             self.sums[name].zero_()
         self.begin()
 
+    def held(self) -> list[torch.Tensor]:
+        """Buffers that live between steps, optimizer state apart."""
+        return [*(buffer for _, buffer in self.flat), *self.sums.values()]
+
     def state_bytes(self) -> int:
         """Bytes of optimizer state, master weights included."""
         states = [] if self.optimizer is None else list(self.optimizer.state.values())

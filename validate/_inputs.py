@@ -12,6 +12,7 @@ from simpart.errors import UnsupportedError
 from simpart.model_spec import UserFactory
 from simpart.plan_format import PlanFile
 from simpart.validate._boundary import batch_dim
+from simpart.validate._mesh_share import MeshShare
 from simpart.validate._rank import Share
 
 __all__ = ["Inputs"]
@@ -24,7 +25,9 @@ class Inputs:
     Raises UnsupportedError for an input that has no one dim of samples where replicas must divide it.
     """
 
-    def __init__(self, file: PlanFile, factory: Callable[[int], Any], share: Share, seed: int, precision: str) -> None:
+    def __init__(
+        self, file: PlanFile, factory: Callable[[int], Any], share: Share | MeshShare, seed: int, precision: str
+    ) -> None:
         batch = file.plan.batch
         before = torch.get_default_dtype()
         torch.set_default_dtype(getattr(torch, precision))

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import psutil
 
 from simpart.errors import FormatError, UnsupportedError, UserError
 from simpart.files import dump_json, write_atomically
+from simpart.placement import Halo
 from simpart.plan import Plan
 from simpart.plan_format import PlanFile, save_plan
 
@@ -35,19 +36,26 @@ class RunFailed(UserError):
 
 def refuse_unsupported(plan: Plan) -> None:
     """Raise UnsupportedError for plans that are not run yet."""
-    axes = [name for group in plan.groups for name, size in group.sharding_axes if size > 1]
-    if axes:
+    sharded = bool(plan.state) or any(stage.sharding for stage in plan.stages)
+    sharded = sharded or any(size > 1 for group in plan.groups for _, size in group.sharding_axes)
+    if sharded and plan.skips == "relay":
+        raise UnsupportedError('skips "relay" is not run with sharded kernels or state; use "send"')
+    halo = next((k for k, axis in _halos(plan)), None)
+    if halo is not None:
         raise UnsupportedError(
-            f"mesh axis {axes[0]!r} splits kernels, which is not run yet; use pipeline stages and dp"
-        )
-    if plan.shardings or any(stage.sharding for stage in plan.stages):
-        raise UnsupportedError("kernel strategies are not run yet; leave the plan's shardings empty")
-    if plan.state:
-        raise UnsupportedError(
-            "sharded parameters, gradients or optimizer state are not run yet; leave the plan's state empty"
+            f"kernel {halo} reads neighbours of its part (a halo), which is not run yet; split another dim"
         )
     if plan.mode != "eager":
         raise UnsupportedError(f"mode {plan.mode!r} is not run yet; use eager")
+
+
+def _halos(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Kernels with a halo, and its axis."""
+    for _, sharding in plan.shardings:
+        for kernel, strategy in (*sharding.classes, *sharding.overrides):
+            for axis, split in strategy.axes:
+                if any(isinstance(p, Halo) for p in split.inputs):
+                    yield kernel, axis
 
 
 def prepare(

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from simpart.capture import export_ops
+from simpart.capture._ops import ExportedOps
 from simpart.errors import MismatchError, UnsupportedError
 from simpart.graph import Graph
 from simpart.ops import kind_of
@@ -21,7 +22,7 @@ from simpart.plan_format import PlanFile
 from simpart.validate._boundary import BoundaryValue, Hop, boundary_values, hops_of
 from simpart.validate._compile import Key, StageProgram, compile_stage, paths, value_of
 
-__all__ = ["Share", "build_share", "rank_table"]
+__all__ = ["Share", "build_share", "built_module", "input_shapes", "rank_table"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,6 +61,43 @@ def structure(file: PlanFile, micro_batch: int) -> tuple[Graph, Partition]:
     return graph, partition_of(graph, file.plan)
 
 
+def built_module(
+    file: PlanFile,
+    factory: Callable[[int], Any],
+    graph: Graph,
+    micro_batch: int,
+    *,
+    precision: str,
+    seed: int,
+    whole: bool,
+) -> tuple[ExportedOps, nn.Module | None]:
+    """The module built from `seed` and its ops, parameters that the recipe freezes frozen; with `whole` a copy of the
+    module too. Raises MismatchError when it is not the one that was captured."""
+
+    def seeded(size: int) -> Any:
+        torch.manual_seed(seed)
+        return factory(size)
+
+    exported = export_ops(seeded, micro_batch, real=True, precision=precision)
+    if exported.ids != graph.op_ids:
+        differ = next((pair for pair in zip(exported.ids, graph.op_ids, strict=False) if pair[0] != pair[1]), None)
+        what = (
+            f"op {differ[0]} where the graph has {differ[1]}"
+            if differ
+            else f"{len(exported.ids)} ops, the graph {len(graph.op_ids)}"
+        )
+        raise MismatchError(f"the module is not the one the plan was made for: it has {what}; capture and plan again")
+    for name, parameter in exported.module.named_parameters():
+        parameter.requires_grad_(parameter.requires_grad and file.training.trains(name))
+    return exported, copy.deepcopy(exported.module) if whole else None
+
+
+def input_shapes(exported: ExportedOps) -> tuple[tuple[int, ...], ...]:
+    """Of the model's inputs, at the micro-batch it was exported at."""
+    placeholders = (n for n in exported.graph.graph.nodes if n.op == "placeholder")
+    return tuple(tuple(getattr(value_of(n), "shape", ())) for n in placeholders)
+
+
 def build_share(
     file: PlanFile,
     factory: Callable[[int], Any],
@@ -79,25 +117,10 @@ def build_share(
     micro_batch = plan.batch.sizes[group][replica]
     graph, partition = structure(file, micro_batch)
 
-    def seeded(size: int) -> Any:
-        torch.manual_seed(seed)
-        return factory(size)
-
-    exported = export_ops(seeded, micro_batch, real=True, precision=precision)
-    if exported.ids != graph.op_ids:
-        differ = next((pair for pair in zip(exported.ids, graph.op_ids, strict=False) if pair[0] != pair[1]), None)
-        what = (
-            f"op {differ[0]} where the graph has {differ[1]}"
-            if differ
-            else f"{len(exported.ids)} ops, the graph {len(graph.op_ids)}"
-        )
-        raise MismatchError(f"the module is not the one the plan was made for: it has {what}; capture and plan again")
+    exported, module = built_module(file, factory, graph, micro_batch, precision=precision, seed=seed, whole=whole)
     names = exported.names
     all_parameters = {n: p for n, p in exported.module.named_parameters() if names[n] == n}
     all_buffers = {**{n: b for n, b in exported.module.named_buffers() if names[n] == n}, **exported.constants}
-    for name, parameter in all_parameters.items():
-        parameter.requires_grad_(parameter.requires_grad and file.training.trains(name))
-    module = copy.deepcopy(exported.module) if whole else None
 
     values = boundary_values(*(structure(file, max(max(sizes) for sizes in plan.batch.sizes))))
     hops = hops_of(values, plan.skips)
@@ -145,9 +168,7 @@ def build_share(
         tensors=tensors,
         holders=holders_of(graph, partition, plan, table, names),
         module=module,
-        input_shapes=tuple(
-            tuple(getattr(value_of(n), "shape", ())) for n in exported.graph.graph.nodes if n.op == "placeholder"
-        ),
+        input_shapes=input_shapes(exported),
         loss_sizes=plan.batch.sizes[plan.stages[partition.loss_stage].group],
         draws_random=any(kind_of(kernel.target) == "random" for kernel in graph.kernel_classes),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +11,15 @@ import torch.distributed as dist
 
 from simpart.errors import MismatchError, UnsupportedError
 from simpart.plan_format import PlanFile
+from simpart.schedule import Rows
 from simpart.validate._boundary import Traffic, check_order
 from simpart.validate._gradients import Updater, holder_groups
 from simpart.validate._inputs import Inputs
 from simpart.validate._measure import Clock, peak_bytes, peak_rss_bytes, reset_peak_rss
+from simpart.validate._mesh_runner import MeshRunner, mesh_message_shape
+from simpart.validate._mesh_share import MeshShare
+from simpart.validate._mesh_traffic import MeshTraffic
+from simpart.validate._mesh_update import MeshUpdater, shared_groups
 from simpart.validate._rank import Share, rank_table
 from simpart.validate._reference import TOLERANCE, difference, reference_step
 from simpart.validate._runtime import Runner, message_shape
@@ -29,11 +35,18 @@ class Session:
     UserError when the schedule would deadlock.
     """
 
-    def __init__(self, file: PlanFile, share: Share, inputs: Inputs, control: Any) -> None:
+    def __init__(self, file: PlanFile, share: Share | MeshShare, inputs: Inputs, control: Any) -> None:
         self.file, self.share, self.inputs, self.control = file, share, inputs, control
         plan, device, world = file.plan, share.device, dist.get_world_size()
-        same_everywhere(share, control)
         rows = plan.schedule.rows(plan.group_of_stage, plan.batch.micro_batches)
+        self.clock = Clock(device)
+        self.updater: Updater | MeshUpdater
+        self.runner: Runner | MeshRunner
+        if isinstance(share, MeshShare):
+            self._prepare_mesh(share, rows, world)
+            return
+        sums = {n: float(p.detach().double().sum()) for n, p in share.parameters.items()}
+        same_everywhere(sorted(share.holders), sums, control)
         check_order(rows, sorted({(hop.source, hop.destination) for hop in share.hops}))
         traffic = Traffic(plan, share.values, rows, rank_table(plan), share.rank)
         groups = pair_groups(traffic, "nccl" if device.type == "cuda" else "gloo")
@@ -41,8 +54,22 @@ class Session:
         self.updater = Updater(
             share.parameters, share.holders, holder_groups(share.holders, world), file.training, world
         )
-        self.clock = Clock(device)
         self.runner = Runner(plan, share, traffic, transport, self.updater, rows[share.group], self.clock)
+
+    def _prepare_mesh(self, share: MeshShare, rows: Rows, world: int) -> None:
+        """As above, of a plan that runs kernel by kernel."""
+        plan, device = self.file.plan, share.device
+        same_everywhere(sorted(p.name for p in share.graph.parameters.values()), share.checksums, self.control)
+        ways = share.needs.ways
+        check_order(rows, sorted({(w.source, w.destination) for w in ways if not w.gradient}))
+        traffic = MeshTraffic(plan, share.graph, share.flows, ways, rows, share.rank)
+        groups = pair_groups(traffic, "nccl" if device.type == "cuda" else "gloo")
+        transport = Transport(traffic, share.rank, lambda m: mesh_message_shape(share, traffic, m), device, groups)
+        shared = shared_groups(plan, share.holders, share.rank)
+        self.updater = updater = MeshUpdater(
+            share.parameters, share.resting, share.gradients, self.file.training, share.mesh, shared, world
+        )
+        self.runner = MeshRunner(plan, share, traffic, transport, updater, rows[share.group], self.clock)
 
     def measure(self, *, warmup: int, steps: int) -> dict[str, Any]:
         """Times and events of `steps` steps after `warmup` others, then the memory of one more."""
@@ -62,7 +89,7 @@ class Session:
         rss = peak_rss_bytes()
         dist.barrier(self.control)
         held = [*self.share.parameters.values(), *self.share.buffers.values(), *self.inputs.tensors()]
-        held += [*(buffer for _, buffer in updater.flat), *updater.sums.values()]
+        held += updater.held()
         state = updater.state_bytes()
         memory = peak_bytes(lambda: self.runner.step(self.inputs.mine), held, device)
         if device.type == "cpu":
@@ -75,6 +102,7 @@ class Session:
             "losses": losses,
             "peak_rss_bytes": rss,
             "memory": {**memory, "optimizer_state_bytes": state},
+            "collectives": self.collectives(),
             "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         }
 
@@ -105,13 +133,14 @@ class Session:
         total = torch.zeros((), dtype=torch.float64) if loss is None else loss.double().cpu().reshape(())
         dist.all_reduce(total)
         found: dict[str, Any] = {"loss": abs(float(total) - wanted.loss) / max(abs(wanted.loss), 1e-300)}
-        found["gradients"], name = difference(gradients, wanted.gradients)
+        found["gradients"], name = difference(gradients, self._mine(wanted.gradients, "optimizer"))
         found["parameters"], _ = difference(
-            {n: p.detach() for n, p in self.share.parameters.items()}, wanted.parameters
+            {n: p.detach() for n, p in self.share.parameters.items()}, self._mine(wanted.parameters, "parameter")
         )
         first = {n: b for n, b in self.share.buffers.items() if n in wanted.buffers} if self.share.replica == 0 else {}
-        found["buffers"], buffer = difference(first, wanted.buffers)
+        found["buffers"], buffer = difference(self._written(first), self._written(wanted.buffers))
         found["compared"] = {"gradients": len(gradients), "buffers": len(first)}
+        found["collectives"] = self.collectives()
         missing = {n for n, p in self.share.parameters.items() if p.requires_grad and n in wanted.gradients} - set(
             gradients
         )
@@ -125,14 +154,37 @@ class Session:
                 )
         return found
 
+    def collectives(self) -> dict[str, int]:
+        """How often each collective was issued in the last step, as `phase kind axis`; point-to-point messages and
+        reductions of whole models apart."""
+        if not isinstance(self.share, MeshShare):
+            return {}
+        return {" ".join(key): n for key, n in sorted(self.share.mesh.counts.items())}
 
-def same_everywhere(share: Share, control: Any) -> None:
-    """Raise MismatchError unless the ranks that hold a parameter have built the same one."""
-    names = sorted(share.holders)
+    def _mine(self, whole: Mapping[str, torch.Tensor], what: str) -> Mapping[str, torch.Tensor]:
+        """This rank's parts of gradients (as optimizer state rests) or parameters."""
+        share = self.share
+        if not isinstance(share, MeshShare):
+            return whole
+        known = share.resting
+        return {n: share.mesh.part(t, getattr(known[n], what)) for n, t in whole.items() if n in known}
+
+    def _written(self, whole: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+        """The parts of buffers that this rank writes."""
+        share = self.share
+        if not isinstance(share, MeshShare):
+            return whole
+        layouts = dict(row for stage in share.stages.values() for row in stage.buffers.values())
+        return {n: share.mesh.part(t, layouts[n]) if n in layouts else t for n, t in whole.items()}
+
+
+def same_everywhere(names: Sequence[str], sums: Mapping[str, float], control: Any) -> None:
+    """Raise MismatchError unless the ranks that hold a parameter have built the same one; `sums` are over all its
+    elements."""
     highest = torch.full((len(names),), -torch.inf, dtype=torch.float64)
     for i, name in enumerate(names):
-        if name in share.parameters:
-            highest[i] = share.parameters[name].detach().double().sum().cpu()
+        if name in sums:
+            highest[i] = sums[name]
     lowest = torch.where(highest == -torch.inf, torch.inf, highest)
     dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=control)
     dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=control)

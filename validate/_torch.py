@@ -1,4 +1,5 @@
-"""What depends on torch's private names: splitting a stage's backward in two, and how a recomputation ends."""
+"""What depends on torch's private or changing names: splitting a stage's backward in two, how a recomputation ends,
+flat collectives."""
 
 from __future__ import annotations
 
@@ -6,10 +7,11 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.utils.checkpoint import _StopRecomputationError
 
-__all__ = ["RecomputationDone", "backward_of_inputs", "backward_of_weights"]
+__all__ = ["RecomputationDone", "all_gather", "backward_of_inputs", "backward_of_weights", "reduce_scatter"]
 
 RecomputationDone = _StopRecomputationError
 """Raised through a recomputed region when all that backward needs has been made again; not a failure."""
@@ -32,3 +34,17 @@ def backward_of_inputs(
 def backward_of_weights(weights: Iterable[torch.Tensor], groups: list[dict[str, Any]]) -> None:
     """Add the gradients of `weights` to their `grad`."""
     stage_backward_weight(iter(weights), groups)  # type: ignore[arg-type]
+
+
+def all_gather(output: torch.Tensor, mine: torch.Tensor, group: Any) -> None:
+    """Flat tensors of all members of a group, one after the other."""
+    _GATHER(output, mine, group=group)
+
+
+def reduce_scatter(output: torch.Tensor, terms: torch.Tensor, group: Any) -> None:
+    """This member's part of the sum over a group of flat tensors."""
+    _SCATTER(output, terms, group=group)
+
+
+_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # renamed in torch 2.13
+_SCATTER: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

@@ -4,14 +4,25 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from simpart.validate._boundary import Message, Traffic
+from simpart.validate._boundary import Message
 
 __all__ = ["Transport", "pair_groups"]
+
+
+class Traffic(Protocol):
+    """What a transport must know: the messages from each peer in the order in which they are sent, and all pairs
+    (sender, receiver) of the plan."""
+
+    @property
+    def channels(self) -> Mapping[int, Sequence[Message]]: ...
+
+    @property
+    def pairs(self) -> set[tuple[int, int]]: ...
 
 
 def pair_groups(traffic: Traffic, backend: str) -> dict[tuple[int, int], Any]:

@@ -35,7 +35,9 @@ from simpart.model_spec import parse_model  # noqa: E402
 from simpart.plan_format import PlanFile, load_plan  # noqa: E402
 from simpart.validate._inputs import Inputs  # noqa: E402
 from simpart.validate._launch import refuse_unsupported  # noqa: E402
-from simpart.validate._rank import build_share  # noqa: E402
+from simpart.validate._mesh import Mesh  # noqa: E402
+from simpart.validate._mesh_share import MeshShare, build_mesh_share, runs_kernels  # noqa: E402
+from simpart.validate._rank import Share, build_share  # noqa: E402
 from simpart.validate._session import Session  # noqa: E402
 
 __all__ = ["main"]
@@ -123,7 +125,13 @@ def _run(job: dict[str, Any], path: Path, rank: int, device: torch.device, contr
     factory, patience = parse_model(file.graph.model), datetime.timedelta(seconds=job["timeout_s"])
 
     def ready(file: PlanFile, precision: str, *, whole: bool) -> Session:
-        share = build_share(file, factory, rank, precision=precision, device=device, seed=job["seed"], whole=whole)
+        common: Any = {"precision": precision, "device": device, "seed": job["seed"], "whole": whole}
+        share: Share | MeshShare
+        if runs_kernels(file.plan):
+            rows = file.plan.schedule.rows(file.plan.group_of_stage, file.plan.batch.micro_batches)
+            share = build_mesh_share(file, factory, Mesh.of(file.plan, rank), rank, rows=rows, **common)
+        else:
+            share = build_share(file, factory, rank, **common)
         dist.monitored_barrier(control, timeout=patience)  # ranks may need different times to build
         return Session(file, share, Inputs(file, factory, share, job["seed"], precision), control)
 
