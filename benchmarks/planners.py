@@ -19,9 +19,11 @@ from typing import Any
 import numpy as np
 
 from simpart.capture import capture
+from simpart.cost import Costs
+from simpart.costmodels import AlphaBeta, Roofline
 from simpart.hardware import load_cluster
 from simpart.problem import Problem
-from simpart.registry import default_costs, load_searcher, searcher_names
+from simpart.registry import load_searcher, searcher_names
 from simpart.searchers._profiles import find_profile, read_pipedream, read_piper
 from simpart.searchers.alpa import InterOp, InterOpCosts
 from simpart.searchers.dapple import Dapple, DappleCosts
@@ -122,7 +124,7 @@ def searchers(cluster_name: str, global_batch: int) -> list[dict[str, Any]]:
     cluster = load_cluster(cluster_name)
     rows = []
     for name in searcher_names():
-        costs = default_costs(cluster, profiles=False)
+        costs = Costs(compute=Roofline(), communication=AlphaBeta())
         problem = Problem(graph=graph, training=TrainingSpec(), cluster=cluster, costs=costs, global_batch=global_batch)
         start = time.perf_counter()
         result = search(problem, load_searcher(name))
