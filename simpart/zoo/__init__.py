@@ -10,20 +10,54 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from simpart.zoo.dims import Dims, GPTDims, LlamaDims, ResNetDims, UNetDims, spell
+from simpart.zoo.dims import (
+    BERTDims,
+    Dims,
+    GPTDims,
+    LlamaDims,
+    LSTMDims,
+    MoEDims,
+    ResNetDims,
+    T5Dims,
+    TwoTowerDims,
+    UNetDims,
+    WideResNetDims,
+    spell,
+)
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-__all__ = ["MODELS", "Dims", "GPTDims", "LlamaDims", "ResNetDims", "UNetDims", "ZooFactory", "parameter_count"]
+__all__ = [
+    "MODELS",
+    "BERTDims",
+    "Dims",
+    "GPTDims",
+    "LSTMDims",
+    "LlamaDims",
+    "MoEDims",
+    "ResNetDims",
+    "T5Dims",
+    "TwoTowerDims",
+    "UNetDims",
+    "WideResNetDims",
+    "ZooFactory",
+    "parameter_count",
+]
 
-# name -> (dims, module:function that builds it from the dims)
-MODELS: Mapping[str, tuple[type[Dims], str]] = {
-    "gpt": (GPTDims, "simpart.zoo.gpt:GPT"),
-    "llama": (LlamaDims, "simpart.zoo.llama:Llama"),
-    "resnet50": (ResNetDims, "simpart.zoo.resnet:ResNet"),
-    "unet": (UNetDims, "simpart.zoo.unet:UNet"),
+# name -> (dims, module:function that builds it from the dims, function of simpart.zoo.inputs that draws its inputs)
+MODELS: Mapping[str, tuple[type[Dims], str, str]] = {
+    "bert": (BERTDims, "simpart.zoo.bert:BERT", "masked_tokens"),
+    "gpt": (GPTDims, "simpart.zoo.gpt:GPT", "tokens"),
+    "llama": (LlamaDims, "simpart.zoo.llama:Llama", "tokens"),
+    "lstm": (LSTMDims, "simpart.zoo.lstm:LSTM", "tokens"),
+    "moe": (MoEDims, "simpart.zoo.moe:MoE", "tokens"),
+    "resnet50": (ResNetDims, "simpart.zoo.resnet:ResNet", "images"),
+    "t5": (T5Dims, "simpart.zoo.t5:T5", "translations"),
+    "two_tower": (TwoTowerDims, "simpart.zoo.two_tower:TwoTower", "pairs"),
+    "unet": (UNetDims, "simpart.zoo.unet:UNet", "images"),
+    "wide_resnet": (WideResNetDims, "simpart.zoo.resnet:wide_resnet", "images"),
 }
 
 
@@ -52,7 +86,7 @@ class ZooFactory:
         """Inputs for one micro-batch: zeros, or with a generator random tokens, pixels and labels."""
         from simpart.zoo import inputs
 
-        draw: Any = inputs.tokens if isinstance(self.dims, GPTDims | LlamaDims) else inputs.images
+        draw: Any = getattr(inputs, MODELS[self.name][2])
         found: tuple[torch.Tensor, ...] = draw(self.dims, micro_batch, generator)
         return found
 

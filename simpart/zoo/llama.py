@@ -6,15 +6,15 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from simpart.zoo.dims import LlamaDims
+from simpart.zoo.dims import LlamaDims, MoEDims
 
-__all__ = ["Llama"]
+__all__ = ["Attention", "Llama", "rotary_tables"]
 
 
 class Attention(nn.Module):
     """Causal grouped-query attention with rotary positions."""
 
-    def __init__(self, dims: LlamaDims) -> None:
+    def __init__(self, dims: LlamaDims | MoEDims) -> None:
         super().__init__()
         self.size = dims.hidden // dims.heads
         self.grouped = dims.kv_heads != dims.heads
@@ -39,6 +39,15 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
     """Rotary position embedding of (b, heads, seq, size); the pairs are (i, i + size/2)."""
     first, second = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def rotary_tables(seq: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines (seq, size) in the default dtype, from angles in float32."""
+    frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
+    angle = torch.outer(torch.arange(seq, dtype=torch.float32), frequency)
+    angle = torch.cat((angle, angle), dim=-1)
+    dtype = torch.get_default_dtype()
+    return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 class MLP(nn.Module):
@@ -84,12 +93,9 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(dims.hidden, eps=1e-5)
         self.head = nn.Linear(dims.hidden, dims.vocab, bias=False)
         nn.init.normal_(self.embed.weight, std=0.02)
-        size, dtype = dims.hidden // dims.heads, torch.get_default_dtype()
-        frequency = 10000.0 ** (-torch.arange(0, size, 2, dtype=torch.float32) / size)
-        angle = torch.outer(torch.arange(dims.seq, dtype=torch.float32), frequency)
-        angle = torch.cat((angle, angle), dim=-1)
-        self.register_buffer("cos", angle.cos().to(dtype), persistent=False)
-        self.register_buffer("sin", angle.sin().to(dtype), persistent=False)
+        cos, sin = rotary_tables(dims.seq, dims.hidden // dims.heads)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
 
     def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         x = self.embed(tokens)

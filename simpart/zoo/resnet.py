@@ -6,9 +6,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from simpart.zoo.dims import ResNetDims
+from simpart.zoo.dims import ResNetDims, WideResNetDims
 
-__all__ = ["ResNet"]
+__all__ = ["ResNet", "wide_resnet"]
 
 
 class Bottleneck(nn.Module):
@@ -69,3 +69,8 @@ class ResNet(nn.Module):
             x = self.get_submodule(stage)(x)
         logits = self.fc(torch.flatten(self.avgpool(x), 1))
         return functional.cross_entropy(logits, labels)
+
+
+def wide_resnet(dims: WideResNetDims) -> ResNet:
+    """The ResNet that a depth and a widening factor name."""
+    return ResNet(dims.resnet)
