@@ -17,6 +17,7 @@ import numpy as np
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.sizes import TensorSpec
+from simpart.split_backward import weight_share
 from simpart.training import TrainingSpec
 
 __all__ = ["ALLOCATOR_FACTOR", "StageActivations", "StateBytes", "activations_of", "state_of", "update_transient_bytes"]
@@ -31,11 +32,15 @@ ALLOCATOR_FACTOR = {"gpu": 1.08, "cpu": 1.05}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageActivations:
     """Bytes of one replica of a stage at one micro-batch size: `stash` per micro-batch in flight, and what forward and
-    backward hold besides while they run (backward: over the stash of its own micro-batch)."""
+    backward hold besides while they run (backward: over the stash of its own micro-batch). Of a split backward: `kept`
+    is what is left of the stash, and made, for W; I holds its transient over the stash, W over what was kept."""
 
     stash: int
     forward_transient: int
     backward_transient: int
+    kept: int = 0
+    input_transient: int = 0
+    weight_transient: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,15 +172,39 @@ def activations_of(
     held = _highest(forward.size, place[made_by[mine]], end[mine], size[mine])
     forward_transient = max(0, held - stash)
 
-    old = np.flatnonzero(stashed)
-    last_old = _last_use(again, np.full(made.size, -1), read_row[kept], reader[kept])
-    new = np.flatnonzero(again[made_by] >= 0)  # made in backward, or made again
-    fresh = late & ~kept
-    last_new = _last_use(again, again[made_by], read_row[fresh], reader[fresh])
-    begin = np.concatenate([np.zeros(old.size, dtype=np.int64), again[made_by[new]]])
-    end = np.concatenate([last_old[old] + 1, last_new[new] + 1])
-    held = _highest(steps, begin, end, np.concatenate([size[old], size[new]]))
-    return StageActivations(stash=stash, forward_transient=forward_transient, backward_transient=max(0, held - stash))
+    fresh = late & ~kept  # reads what backward made, or made again
+
+    def span(place: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        """Storages in use at the places of a sequence, with first and last place: those that forward left (first: -1),
+        then new ones; and how many are old."""
+        used = _last_use(place, np.full(made.size, -1), read_row[kept], reader[kept])
+        again_used = _last_use(place, place[made_by], read_row[fresh], reader[fresh])
+        old, new = np.flatnonzero(stashed), np.flatnonzero(again_used >= 0)
+        begin = np.concatenate([np.full(old.size, -1), place[made_by[new]]])
+        return np.concatenate([old, new]), begin, np.concatenate([used[old], again_used[new]]), np.arange(1) + old.size
+
+    def highest(rows: Ints, begin: Ints, last: Ints) -> int:
+        return _highest(steps, np.maximum(begin, 0), last + 1, size[rows])
+
+    whole = span(again)
+    backward_transient = max(0, highest(*whole[:3]) - stash)
+    share = weight_share(graph)
+    rows, begin, last, olds = span(np.where(share < 1, again, -1))
+    later_rows, later_begin, later_last, later_olds = span(np.where(share > 0, again, -1))
+    # What W reads and was there before it is kept: what forward left, or I made.
+    known = np.arange(later_rows.size) < later_olds
+    before = (later_last >= 0) & (known | (later_begin < 0))
+    kept_bytes = int(size[later_rows[before]].sum())
+    waits = np.zeros((2, made.size), dtype=bool)
+    waits[np.where(known, 0, 1)[before], later_rows[before]] = True
+    last = np.where(waits[np.where(np.arange(rows.size) < olds, 0, 1), rows], steps - 1, last)
+    input_transient = max(0, highest(rows, begin, last) - stash)
+    used = later_last >= 0
+    weight_transient = max(0, highest(later_rows[used], later_begin[used], later_last[used]) - kept_bytes)
+    return StageActivations(
+        stash=stash, forward_transient=forward_transient, backward_transient=backward_transient, kept=kept_bytes,
+        input_transient=input_transient, weight_transient=weight_transient,
+    )  # fmt: skip
 
 
 def _last_use(place: Ints, made_at: Ints, rows: Ints, readers: Ints) -> Ints:

@@ -13,6 +13,7 @@ from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.kernels import Mode
 from simpart.signatures import signatures_of
+from simpart.split_backward import weight_share_of_classes
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
 __all__ = ["Amount", "OpPrices", "price_ops", "price_update", "sum_rows"]
@@ -53,11 +54,14 @@ class Amount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpPrices:
-    """Forward and backward of each op class of `graph.at(micro_batch)` for one micro-batch on one device."""
+    """Forward and backward of each op class of `graph.at(micro_batch)` for one micro-batch on one device; `inputs` and
+    `weights` are the two parts of a split backward."""
 
     micro_batch: int
     forward: Amount
     backward: Amount
+    inputs: Amount
+    weights: Amount
 
 
 def price_ops(
@@ -82,16 +86,20 @@ def _collect(graph: Graph, micro_batch: int, estimate: Estimate, rows: npt.NDArr
     owner = base + np.array([k.op for k in graph.kernel_classes], dtype=np.int64)
     forward = np.array([k.phase == "F" for k in graph.kernel_classes], dtype=bool)
     n = len(graph.op_classes)
+    share = weight_share_of_classes(graph)
+    backward = rows[~forward], owner[~forward], n
     return OpPrices(
         micro_batch=micro_batch,
         forward=sum_rows(estimate, rows[forward], owner[forward], n),
-        backward=sum_rows(estimate, rows[~forward], owner[~forward], n),
+        backward=sum_rows(estimate, *backward),
+        inputs=sum_rows(estimate, *backward, 1.0 - share[~forward]),
+        weights=sum_rows(estimate, *backward, share[~forward]),
     )
 
 
-def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int) -> Amount:
-    """Estimates `rows` (with repetitions) added up by owner 0 … n-1."""
-    mean = estimate.mean_s[rows]
+def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int, part: Floats | None = None) -> Amount:
+    """Estimates `rows` (with repetitions) added up by owner 0 … n-1; of each only a `part`, if given."""
+    mean = estimate.mean_s[rows] if part is None else estimate.mean_s[rows] * part
     own = (mean * estimate.own_log_sd[rows]) ** 2
     by_family = np.zeros((n, len(estimate.families)))
     np.add.at(by_family, (owner, estimate.family[rows]), mean)

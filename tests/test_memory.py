@@ -12,6 +12,7 @@ from simpart.capture import capture
 from simpart.graph import Graph
 from simpart.memory import StageActivations, activations_of, state_of, state_values, update_transient_bytes
 from simpart.model_spec import UserFactory, parse_model
+from simpart.split_backward import weight_share
 from simpart.training import TrainingSpec
 from simpart.zoo import ZooFactory
 from tests.toy_graphs import Toy, chain, device
@@ -75,7 +76,37 @@ def slow_activations(graph: Graph, ops: list[int], b: int, regions: list[list[in
     stash = sum(size(value) for value in kept)
     up = walk(forward, {}, "forward")
     down = walk(sequence, {("kept", value): size(value) for value in kept}, "backward")
-    return StageActivations(stash=stash, forward_transient=max(0, up - stash), backward_transient=max(0, down - stash))
+    share = weight_share(graph)
+    halves = [k for k in sequence if share[k] < 1], [k for k in backward if share[k] > 0]
+
+    def needs(k: int) -> set[tuple[str, int]]:
+        found = set()
+        for value in map(base, reads[k]):
+            maker = made_by.get(value)
+            inner = maker is not None and (maker not in forward or region[maker] == region[k] is not None)
+            found.add(("backward" if inner else "kept", value))
+        return found
+
+    alive = {("kept", value): size(value) for value in kept}
+    highest = [0, 0]
+    for half, order in enumerate(halves):
+        before = sum(alive.values())
+        most = before
+        for i, k in enumerate(order):
+            if not view[k] and (half == 0 or share[k] == 1):
+                alive["backward", output[k]] = size(output[k])
+            most = max(most, sum(alive.values()))
+            wanted = set().union(*(needs(later) for later in (order + halves[1] if half == 0 else order)[i + 1 :]))
+            alive = {item: bytes_ for item, bytes_ in alive.items() if item in wanted}
+        highest[half] = most - before
+        if half == 0:
+            wanted = set().union(*(needs(k) for k in halves[1]))
+            alive = {item: bytes_ for item, bytes_ in alive.items() if item in wanted}
+            between = sum(alive.values())
+    return StageActivations(
+        stash=stash, forward_transient=max(0, up - stash), backward_transient=max(0, down - stash), kept=between,
+        input_transient=highest[0], weight_transient=highest[1],
+    )  # fmt: skip
 
 
 @st.composite
