@@ -40,15 +40,19 @@ __all__ = [
     "DappleSearcher",
     "DappleStage",
     "Placement",
+    "Situations",
     "placements",
     "plan_estimate_s",
     "plan_latency_s",
+    "situations",
 ]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
 TABLES = 16
 """Tables that one search fills, roughly: what compiling their loop has to pay for."""
+KEPT_BYTES = 64e6
+"""Of tables that may be walked again."""
 Placement = tuple[int, ...]
 """Devices that a stage takes on each machine."""
 
@@ -185,11 +189,70 @@ def _state(used: Sequence[int], sizes: Sequence[int], last: Placement | None) ->
     return tuple(sorted((sizes[m], used[m], marks[m]) for m in range(len(sizes))))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Situations:
+    """How stages can leave the machines, and the steps between: rows from, to, replica choice k, across machines.
+
+    `kinds` of placements are looked at; `full` are the situations without free devices.
+    """
+
+    kinds: int
+    numbers: dict[_State, int]
+    steps: Integers
+    full: list[int]
+
+
+def situations(
+    machines: Sequence[int],
+    replicas: Sequence[int],
+    most: int = 3_000,
+    check: Callable[[], None] = lambda: None,
+) -> Situations:
+    """Of all three kinds of placements, or of fewer where those lead to more than `most` situations.
+
+    First stages are no longer spread over all machines, then they do not prefer partly used ones.
+    """
+    for kinds in (3, 2):
+        if (found := _situations(machines, replicas, kinds, most, check)) is not None:
+            return found
+    found = _situations(machines, replicas, 1, 1 << 60, check)
+    assert found is not None
+    return found
+
+
+def _situations(
+    machines: Sequence[int], replicas: Sequence[int], kinds: int, most: int, check: Callable[[], None]
+) -> Situations | None:
+    start = _state([0] * len(machines), machines, None)
+    numbers: dict[_State, int] = {start: 0}
+    steps: set[tuple[int, int, int, int]] = set()
+    waiting = [start]
+    while waiting:
+        check()
+        if len(numbers) > most:
+            return None
+        state = waiting.pop()
+        sizes, used, marks = ([row[x] for row in state] for x in range(3))
+        for k, r in enumerate(replicas):
+            for taken in placements(used, sizes, r, tuple(marks), kinds):
+                after = _state([a + b for a, b in zip(used, taken, strict=True)], sizes, taken)
+                if after not in numbers:
+                    numbers[after] = len(numbers)
+                    waiting.append(after)
+                across = not any(marks) or not _same_machine(marks, taken)
+                steps.add((numbers[state], numbers[after], k, int(across)))
+    return Situations(
+        kinds=kinds,
+        numbers=numbers,
+        steps=np.array(sorted(steps), dtype=np.int64).reshape(-1, 4).T,
+        full=[x for state, x in numbers.items() if all(size == used for size, used, _ in state)],
+    )
+
+
 class Dapple:
     """One problem: costs, the machines of one pipeline, number of micro-batches M.
 
-    Where the ways to place stages lead to more than `most_states` situations, stages are not spread over all machines,
-    and if need be do not prefer partly used ones.
+    `places` are the situations of these machines and replica counts, where they are known already.
     """
 
     def __init__(
@@ -199,7 +262,7 @@ class Dapple:
         micro_batches: int,
         *,
         most_stages: int | None = None,
-        most_states: int = 3_000,
+        places: Situations | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.costs, self.machines, self.micro_batches, self.check = costs, tuple(machines), micro_batches, check
@@ -211,73 +274,49 @@ class Dapple:
         self.time_s = np.where(real & (costs.later >= 0), costs.time_s, np.inf)
         values = np.concatenate([x.ravel() for x in (self.time_s, costs.inside_s[1:], costs.across_s[1:])])
         self.caps: list[float] = np.unique(values[np.isfinite(values)]).tolist()
-        for self.kinds in (3, 2, 1):
-            if self._find_states(most_states):
-                break
-        self._solved: dict[float, list[tuple[float, float, tuple[DappleStage, ...]]]] = {}
-
-    def _find_states(self, most: int) -> bool:
-        """All situations stages can leave the machines in, and the steps between them: (from, to, k, across).
-
-        False if there are more than `most`.
-        """
-        start = _state([0] * len(self.machines), self.machines, None)
-        self.states: dict[_State, int] = {start: 0}
-        steps: set[tuple[int, int, int, int]] = set()
-        waiting = [start]
-        while waiting:
-            self.check()
-            if len(self.states) > most and self.kinds > 1:
-                return False
-            state = waiting.pop()
-            sizes, used, marks = ([row[x] for row in state] for x in range(3))
-            source = self.states[state]
-            for k, r in enumerate(self.costs.replicas):
-                for taken in placements(used, sizes, r, tuple(marks), self.kinds):
-                    after = _state([a + b for a, b in zip(used, taken, strict=True)], sizes, taken)
-                    if after not in self.states:
-                        self.states[after] = len(self.states)
-                        waiting.append(after)
-                    across = not any(marks) or not _same_machine(marks, taken)
-                    steps.add((source, self.states[after], k, int(across)))
-        self.steps = np.array(sorted(steps), dtype=np.int64).reshape(-1, 4).T
-        self.end = [x for state, x in self.states.items() if all(size == used for size, used, _ in state)]
-        return True
+        self.places = places or situations(machines, costs.replicas, check=check)
+        self._totals: dict[float, list[float]] = {}
+        self._tables: dict[float, list[Floats]] = {}
+        self._plans: dict[tuple[float, int], tuple[DappleStage, ...]] = {}
 
     def least_s(self, stage_count: int) -> float:
         """A lower bound of the latency with this number of stages; infinite exactly when there is no plan."""
         if not self.caps or not 1 <= stage_count <= self.most_stages:
             return math.inf
-        total = self._least(self.caps[-1])[stage_count][0]
-        return total * (1 + (self.micro_batches - 1) / (2 * stage_count - 1))
+        return self._total(self.caps[-1], stage_count) * (1 + (self.micro_batches - 1) / (2 * stage_count - 1))
 
     def best(self, stage_count: int, *, below: float = math.inf) -> DapplePlan | None:
         """A plan of least latency with this number of stages on all devices; None if there is none, or none `below`."""
         if not 1 <= stage_count <= self.most_stages:
             return None
         cap, value_s, _ = least_sum_and_maximum(
-            self.caps, self.micro_batches - 1, lambda cap: self._least(cap)[stage_count][:2], below=below
+            self.caps, self.micro_batches - 1, lambda cap: self._least(cap, stage_count), below=below
         )
         if value_s == math.inf:
             return None
-        stages = self._least(cap)[stage_count][2]
+        stages = self._stages(cap, stage_count)
         return DapplePlan(
             stages=stages,
             latency_s=plan_latency_s(self.costs, stages, self.micro_batches),
             estimate_s=plan_estimate_s(self.costs, stages, self.micro_batches),
         )
 
-    def _least(self, cap: float) -> list[tuple[float, float, tuple[DappleStage, ...]]]:
-        """(least sum, slowest block, stages) of plans below `cap`, for each number of stages."""
-        if cap not in self._solved:
-            table = self._table(cap)
-            answers: list[tuple[float, float, tuple[DappleStage, ...]]] = []
-            for count in range(self.most_stages + 1):
-                total = float(table[count][0, 0])
-                stages = self._trace(table, cap, count) if 0 < total < math.inf else ()
-                answers.append((total, max((max(x) for x in _blocks_s(self.costs, stages)), default=math.inf), stages))
-            self._solved[cap] = answers
-        return self._solved[cap]
+    def _least(self, cap: float, count: int) -> tuple[float, float]:
+        """(least sum, its slowest block) of plans with no block above `cap`."""
+        total = self._total(cap, count)
+        if total == math.inf:
+            return math.inf, math.inf
+        return total, max(max(pair) for pair in _blocks_s(self.costs, self._stages(cap, count)))
+
+    def _total(self, cap: float, count: int) -> float:
+        if cap not in self._totals:
+            self._totals[cap] = [float(row[0, 0]) for row in self._table(cap)]
+        return self._totals[cap][count]
+
+    def _stages(self, cap: float, count: int) -> tuple[DappleStage, ...]:
+        if (cap, count) not in self._plans:
+            self._plans[cap, count] = self._trace(self._table(cap), cap, count)
+        return self._plans[cap, count]
 
     def _steps_s(self, cap: float, left: int) -> Floats:
         """[k, across, i, j] seconds that a stage and the transfer into it add, infinite above the cap or the memory."""
@@ -289,16 +328,24 @@ class Dapple:
         return time_s[:, None] + sent[:, :, :, None]
 
     def _table(self, cap: float) -> list[Floats]:
-        """[stages left][state, first block] least sum."""
-        n = self.costs.blocks
-        first = np.full((len(self.states), n + 1), np.inf)
-        first[self.end, n] = 0.0
+        """[stages left][situation, first block] least sum. The last tables are kept."""
+        if cap not in self._tables:
+            size = 8 * (self.most_stages + 1) * len(self.places.numbers) * (self.costs.blocks + 1)
+            if len(self._tables) * size >= KEPT_BYTES:
+                del self._tables[next(iter(self._tables))]
+            self._tables[cap] = self._fill_table(cap)
+        return self._tables[cap]
+
+    def _fill_table(self, cap: float) -> list[Floats]:
+        n, steps = self.costs.blocks, self.places.steps
+        first = np.full((len(self.places.numbers), n + 1), np.inf)
+        first[self.places.full, n] = 0.0
         table = [first]
-        loop = compiled(_relax, TABLES * self.most_stages * self.steps.shape[1] * n * n // 2) or _relax_by_row
+        loop = compiled(_relax, TABLES * self.most_stages * steps.shape[1] * n * n // 2) or _relax_by_row
         for left in range(1, self.most_stages + 1):
             self.check()
             now = np.full_like(first, np.inf)
-            loop(self.steps, self._steps_s(cap, left), table[-1], now)
+            loop(steps, self._steps_s(cap, left), table[-1], now)
             table.append(now)
         return table
 
@@ -307,31 +354,26 @@ class Dapple:
         used, last, block = [0] * len(self.machines), None, 0
         stages: list[DappleStage] = []
         for left in range(count, 0, -1):
-            steps = self._steps_s(cap, left)
-            value = table[left][self.states[_state(used, self.machines, last)], block]
-            stage = next(self._stages_of_value(table, steps, left, used, last, block, value))
+            value = table[left][self.places.numbers[_state(used, self.machines, last)], block]
+            stage = self._stage_of_value(
+                table[left - 1], self._steps_s(cap, left)[:, :, block], used, last, block, value
+            )
             stages.append(stage)
             used = [a + b for a, b in zip(used, stage.placement, strict=True)]
             last, block = stage.placement, stage.end
         return tuple(stages)
 
-    def _stages_of_value(
-        self,
-        table: list[Floats],
-        steps: Floats,
-        left: int,
-        used: list[int],
-        last: Placement | None,
-        block: int,
-        value: float,
-    ) -> Iterator[DappleStage]:
+    def _stage_of_value(
+        self, after: Floats, steps_s: Floats, used: list[int], last: Placement | None, block: int, value: float
+    ) -> DappleStage:
         for k, r in enumerate(self.costs.replicas):
-            for taken in placements(used, self.machines, r, last, self.kinds):
+            for taken in placements(used, self.machines, r, last, self.places.kinds):
                 across = last is None or not _same_machine(last, taken)
-                after = _state([a + b for a, b in zip(used, taken, strict=True)], self.machines, taken)
-                reached = steps[k, int(across), block] + table[left - 1][self.states[after]]
-                for end in np.flatnonzero(reached == value).tolist():
-                    yield DappleStage(start=block, end=end, placement=taken)
+                state = _state([a + b for a, b in zip(used, taken, strict=True)], self.machines, taken)
+                ends = np.flatnonzero(steps_s[k, int(across)] + after[self.places.numbers[state]] == value)
+                if ends.size:
+                    return DappleStage(start=block, end=int(ends[0]), placement=taken)
+        raise AssertionError("some stage gave the table's value")
 
 
 def _relax(steps: Any, steps_s: Any, after: Any, now: Any) -> None:
@@ -370,14 +412,22 @@ class DappleSearcher:
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
         """The best plans of every number of stages; a reason where none fits."""
         across = len(list(problem.cluster.hosts())) > 1
+        places: dict[tuple[tuple[int, ...], tuple[int, ...]], Situations] = {}
 
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
             machines = _machines(problem, case.shape)
             if machines is None:
                 return {}
-            most = min(most, self.most_stages)
+            most, replicas = min(most, self.most_stages), case.costs.replicas
+            if (machines, replicas) not in places:
+                places[machines, replicas] = situations(machines, replicas, check=control.check)
             search = Dapple(
-                _costs(problem, case), machines, case.costs.micro_batches, most_stages=most, check=control.check
+                _costs(problem, case),
+                machines,
+                case.costs.micro_batches,
+                most_stages=most,
+                places=places[machines, replicas],
+                check=control.check,
             )
             return below_cutoffs(
                 most, below, search.least_s, lambda n, s: self._answer(search.best(n, below=s), machines)

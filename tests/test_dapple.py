@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 
 from simpart.errors import UserError
-from simpart.searchers.dapple import Dapple, DappleCosts, DappleStage, placements, plan_estimate_s, plan_latency_s
+from simpart.searchers.dapple import (
+    Dapple,
+    DappleCosts,
+    DappleStage,
+    placements,
+    plan_estimate_s,
+    plan_latency_s,
+    situations,
+)
 
 
 def costs_of(seed: int, n: int, replicas: tuple[int, ...]) -> DappleCosts:
@@ -154,10 +162,11 @@ def test_without_numba_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_too_many_situations_give_up_spreading() -> None:
     costs = replace(costs_of(2, 3, (1, 2, 4)), later=np.full((3, 4, 3), 9))
-    full, narrow = Dapple(costs, (4, 4), 4), Dapple(costs, (4, 4), 4, most_states=5)
-    assert (full.kinds, narrow.kinds) == (3, 1)
-    plan = narrow.best(2)
-    assert plan is not None and sum(map(sum, (s.placement for s in plan.stages))) == 8
+    all_kinds, one_kind = situations((4, 4), (1, 2, 4)), situations((4, 4), (1, 2, 4), most=5)
+    assert (all_kinds.kinds, one_kind.kinds) == (3, 1)
+    best, narrow = (Dapple(costs, (4, 4), 4, places=places).best(2) for places in (all_kinds, one_kind))
+    assert best is not None and narrow is not None and best.latency_s <= narrow.latency_s
+    assert sum(map(sum, (s.placement for s in narrow.stages))) == 8
 
 
 def test_costs_with_holes_are_refused() -> None:
