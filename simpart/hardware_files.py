@@ -119,9 +119,9 @@ def _split_nodes(text: str) -> tuple[str, int | None]:
     base, colon, nodes = text.rpartition(":")
     if not colon or "/" in nodes or "\\" in nodes:
         return text, None
-    if not re.fullmatch("[0-9]{1,9}", nodes) or int(nodes) < 1:
+    if not re.fullmatch("[0-9]{1,5}", nodes) or int(nodes) < 1:
         raise UserError(
-            f"cluster {text!r}: the number of nodes after ':' must be a whole number, at least 1, got {nodes!r}"
+            f"cluster {text!r}: the number of nodes after ':' must be a whole number from 1 to 99999, got {nodes!r}"
         )
     return base, int(nodes)
 
