@@ -3,10 +3,12 @@ status 2."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import importlib
 import os
 import sys
+from typing import NoReturn
 
 import click
 
@@ -47,7 +49,7 @@ class LazyGroup(click.Group):
         if args and args[0] not in COMMANDS and not args[0].startswith("-"):
             near = difflib.get_close_matches(args[0], COMMANDS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(f"unknown command {args[0]!r}; {hint}Known: {', '.join(COMMANDS)}")
+            raise UserError(f"unknown command {args[0]!r}; {hint}known commands: {', '.join(COMMANDS)}")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -65,12 +67,20 @@ def simpart() -> None:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the command line and exit: 0 done, 2 the user's mistake, 130 interrupted."""
+    """Run the command line and exit: 0 done, 2 the user's mistake, 130 interrupted, 141 nobody reads the output."""
+    _usable_streams()
     try:
         code = simpart.main(args=arguments, prog_name="simpart", standalone_mode=False)
         sys.stdout.flush()
     except UserError as error:
         fail(str(error))
+    except click.exceptions.NoArgsIsHelpError as error:
+        group = error.ctx.command if error.ctx is not None else simpart
+        if group is simpart:
+            click.echo(error.format_message())
+            sys.exit(0)
+        known = ", ".join(group.list_commands(error.ctx)) if isinstance(group, click.Group) and error.ctx else ""
+        fail(f"{error.ctx.command_path if error.ctx else 'simpart'} needs a command: {known}")
     except click.UsageError as error:
         where = f" (see {error.ctx.command_path} --help)" if error.ctx is not None else ""
         fail(error.format_message().rstrip(".") + where)
@@ -80,12 +90,34 @@ def main(arguments: list[str] | None = None) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         sys.exit(141)
+    except OSError as error:
+        _drop_output()
+        where = f" {error.filename}" if error.filename else ""
+        fail(f"the system refused{where}: {error.strerror or error}; check the place, its space and permissions")
+    except MemoryError:
+        fail("not enough memory for a problem of this size; make it smaller (batch, micro-batches, layers or devices)")
     sys.exit(code if isinstance(code, int) else 0)
 
 
-def fail(message: str) -> None:
+def _usable_streams() -> None:
+    """A closed stream swallows what it gets, and a character that an encoding lacks is escaped."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - it lives as long as the process
+        elif hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _drop_output() -> None:
+    """What is still in the buffer of a stream that takes no more must not fail again at the end."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def fail(message: str) -> NoReturn:
     """One line on stderr, exit status 2."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
     sys.exit(2)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 import numpy as np
 import numpy.typing as npt
@@ -251,5 +251,6 @@ def recompute_regions(graph: Graph, ops: Ints) -> tuple[OpSet, ...]:
 
 
 def _divisors(n: int) -> str:
-    found = [str(d) for d in range(1, n + 1) if n % d == 0]
+    low = [d for d in range(1, isqrt(n) + 1) if n % d == 0]
+    found = [str(d) for d in [*low, *(n // d for d in reversed(low) if d * d != n)]]
     return ", ".join(found if len(found) <= 8 else [*found[:4], "…", *found[-3:]])

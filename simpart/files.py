@@ -12,7 +12,7 @@ from typing import Any
 
 from simpart.errors import FormatError, UserError
 
-__all__ = ["dump_json", "read_document", "write_atomically", "write_document"]
+__all__ = ["check_place", "dump_json", "read_document", "write_atomically", "write_document"]
 
 
 def dump_json(content: Any, *, indent: int | None = None) -> str:
@@ -22,7 +22,8 @@ def dump_json(content: Any, *, indent: int | None = None) -> str:
 
 
 def write_atomically(path: Path | str, data: bytes | str) -> None:
-    """Write the whole file or nothing: a temporary file beside it, fsync, rename.
+    """Write the whole file or nothing: a temporary file beside it, fsync, rename. A device or pipe, such as
+    /dev/stdout, is written to and stays; a link stays too, and what it points to is written.
 
     Raises UserError when the place cannot be written (no folder, no permission, no space); the old file then stands.
     """
@@ -30,6 +31,11 @@ def write_atomically(path: Path | str, data: bytes | str) -> None:
     raw = data.encode() if isinstance(data, str) else data
     temporary = None
     try:
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(raw)
+            return
+        if path.is_symlink():
+            path = path.resolve()
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as file:
             file.write(raw)
@@ -45,6 +51,21 @@ def write_atomically(path: Path | str, data: bytes | str) -> None:
         if temporary is not None:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(temporary)
+
+
+def check_place(path: Path | str) -> None:
+    """Raise UserError when a file cannot be written there, before the work whose result it takes."""
+    path = Path(path)
+    folder = path.parent
+    reason = ""
+    if path.is_dir():
+        reason = "it is a folder"
+    elif not folder.is_dir():
+        reason = f"there is no folder {folder}"
+    elif not os.access(path if path.exists() and not path.is_file() else folder, os.W_OK):
+        reason = "permission denied"
+    if reason:
+        raise UserError(f"cannot write {path}: {reason}; give another place")
 
 
 def write_document(

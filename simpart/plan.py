@@ -27,6 +27,10 @@ MAX_DEVICES = 10_000_000
 """More than any cluster: a slip of the pen in a file must not fill the memory."""
 
 
+MAX_ACTIONS = 2**21
+"""Micro-batches times stages; likewise."""
+
+
 @dataclass(frozen=True, slots=True)
 class Devices:
     """Positions in the cluster's device order as (start, stop, step) runs; written `0:8` or `0:8,16:24:2`.
@@ -224,6 +228,12 @@ def check_shape(plan: Plan) -> None:
             raise UserError(f"group {g} holds no stage; leave it out or give it one")
     if plan.batch.micro_batches < 1 or len(plan.batch.sizes) != len(plan.groups):
         raise UserError("the batch needs at least one micro-batch and replica sizes for every group")
+    if plan.batch.micro_batches * len(plan.stages) > MAX_ACTIONS or plan.batch.micro_batch > MAX_DEVICES:
+        raise UserError(
+            f"a plan has at most {MAX_ACTIONS} micro-batches times stages and {MAX_DEVICES} samples in one, "
+            f"got {plan.batch.micro_batches} micro-batches of {plan.batch.micro_batch} and {len(plan.stages)} stages; "
+            "make larger or fewer micro-batches"
+        )
     for g, sizes in enumerate(plan.batch.sizes):
         if len(sizes) != plan.groups[g].replicas:
             raise UserError(f"group {g} has {plan.groups[g].replicas} replicas but {len(sizes)} micro-batch sizes")

@@ -13,7 +13,17 @@ from simpart.kernels import Mode
 from simpart.pricing import Amount, OpPrices, price_ops, price_update
 from simpart.training import TrainingSpec
 
-__all__ = ["Problem", "Space"]
+__all__ = ["Problem", "Space", "check_global_batch"]
+
+
+MOST_SAMPLES = 2**20
+"""More than any optimizer step takes: a slip of the pen must not fill the memory."""
+
+
+def check_global_batch(global_batch: int) -> None:
+    """Raise UserError for what is no number of samples of a step."""
+    if not 1 <= global_batch <= MOST_SAMPLES:
+        raise UserError(f"global batch must be from 1 to {MOST_SAMPLES} samples, got {global_batch}; try 64")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +54,7 @@ class Problem:
     _updates: dict[str, tuple[dict[int, int], Amount, Amount]] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        if self.global_batch < 1:
-            raise UserError(f"global batch must be at least 1 sample, got {self.global_batch}")
+        check_global_batch(self.global_batch)
 
     def prices(self, micro_batches: Sequence[int], device: Device) -> dict[int, OpPrices]:
         """Op prices at each micro-batch size on one kind of device; sizes not yet known are asked for together."""

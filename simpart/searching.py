@@ -218,6 +218,8 @@ class Journal:
 
     def __init__(self, path: Path) -> None:
         self.finished: dict[str, Any] = {}
+        if path.exists() and not path.is_file():
+            raise UserError(f"cannot write the log {path}: it is no plain file; give another place")
         try:
             raw = path.read_bytes() if path.exists() else b""
             end = raw.rfind(b"\n") + 1

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 
+from simpart.commands._console import console, print_document
 from simpart.describe import describe, human_bytes, human_seconds
 from simpart.plan import Plan
 from simpart.plan_format import plan_to_json
@@ -14,31 +13,35 @@ from simpart.simulation import SimResult
 
 __all__ = ["prediction_document", "print_document", "print_prediction"]
 
+PREDICTED = (
+    "step_s", "interval_s", "samples_per_s", "tokens_per_s", "mfu", "peak_bytes", "memory", "limits", "provenance",
+)  # fmt: skip
+"""Keys of `SimResult.to_json`."""
 
-def prediction_document(problem: Problem, plan: Plan, result: SimResult, **more: Any) -> dict[str, Any]:
-    """The document of plan, simulate and search: keys of the design, `more` last."""
+
+def prediction_document(plan: Plan | None, result: SimResult | None, why: str = "", **more: Any) -> dict[str, Any]:
+    """The document of plan, simulate and search: the same keys always, `more` last. Without a plan, all that would be
+    predicted of it is null and `why` says why there is none."""
+    predicted = dict.fromkeys(PREDICTED) if result is None else result.to_json()
     return {
-        "plan": plan_to_json(plan),
-        "feasible": result.feasible,
-        "why_infeasible": result.why_infeasible,
-        "predicted": result.to_json(),
+        "plan": None if plan is None else plan_to_json(plan),
+        "feasible": result is not None and result.feasible,
+        "why_infeasible": why if result is None else result.why_infeasible,
+        "predicted": predicted,
+        "bound": None,
+        "evaluated": 0 if result is None else 1,
         **more,
     }
 
 
-def print_document(document: dict[str, Any]) -> None:
-    json.dump(document, sys.stdout, ensure_ascii=False, allow_nan=False, indent=1)
-    sys.stdout.write("\n")
-
-
 def print_prediction(problem: Problem, plan: Plan, result: SimResult, title: str) -> None:
     """Plan in words, then what is predicted, for people."""
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(f"[bold]{title}[/bold]")
-    console.print(describe(plan, problem.graph.at(max(plan.batch.sizes[0])), problem.cluster), markup=False)
+    out = console()
+    out.print(f"[bold]{escape(title)}[/bold]")
+    out.print(describe(plan, problem.graph.at(max(plan.batch.sizes[0])), problem.cluster), markup=False)
     table = Table(box=None, show_header=False, pad_edge=False)
     low, high = result.interval_s
     table.add_row("step time", f"{human_seconds(result.step_s)}   (90 %: {human_seconds(low)} … {human_seconds(high)})")
@@ -56,6 +59,6 @@ def print_prediction(problem: Problem, plan: Plan, result: SimResult, title: str
     table.add_row(
         "prices", ", ".join(f"{name} {share:.0%}" for name, share in result.provenance.items() if share >= 0.005)
     )
-    console.print(table)
+    out.print(table)
     if not result.feasible:
-        console.print(f"[bold red]does not fit:[/bold red] {result.why_infeasible}")
+        out.print(f"[bold red]does not fit:[/bold red] {escape(result.why_infeasible)}")

@@ -14,7 +14,7 @@ from simpart.commands._notice import notice
 from simpart.configure import RECOMPUTE, Configuration
 from simpart.errors import UserError
 from simpart.hardware import load_cluster
-from simpart.problem import Problem, Space
+from simpart.problem import Problem, Space, check_global_batch
 from simpart.schedule import SCHEDULES
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
@@ -80,8 +80,7 @@ def build_problem(model: str, options: dict[str, Any], space: Space | None = Non
     from simpart.registry import default_costs
 
     cluster = load_cluster(options["cluster"])
-    if options["global_batch"] < 1:
-        raise UserError(f"global batch must be at least 1 sample, got {options['global_batch']}")
+    check_global_batch(options["global_batch"])
     precision = options["precision"]
     training = TrainingSpec(optimizer=options["optimizer"], precision=precision, gradient_clip_norm=options["clip"])
     with notice(f"capturing {model}"):

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simpart.commands._console import console, print_document
+from simpart.commands._place import PLACE
 from simpart.errors import UserError
-from simpart.files import dump_json
 
 if TYPE_CHECKING:
     from simpart.graph import Graph
@@ -19,7 +20,7 @@ __all__ = ["capture"]
 
 @click.command(epilog="Example:  simpart capture gpt:layers=24,hidden=1024,heads=16,seq=2048,vocab=51200 -o g.graph")
 @click.argument("model")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Graph file to write.")
+@click.option("-o", "--output", type=PLACE, default=None, help="Graph file to write.")
 @click.option("--precision", default="float32", show_default=True, help="Of parameters and activations.")
 @click.option(
     "--micro-batch",
@@ -50,8 +51,8 @@ def capture(
     from simpart.model_spec import load_graph_or_model
 
     start = time.perf_counter()
-    if output is not None and not output.parent.is_dir():
-        raise UserError(f"the folder of {output} does not exist; make it or give another place with -o")
+    if Path(model).is_file() and (full or no_cache or micro_batches):
+        raise UserError(f"{model} is captured already; leave --micro-batch, --full and --no-cache out, or name a model")
     with notice(f"capturing {model}"):
         graph = load_graph_or_model(model, precision, micro_batches=micro_batches, full=full, cache=not no_cache)
     seconds = time.perf_counter() - start
@@ -59,7 +60,7 @@ def capture(
         save_graph(graph, output)
     document = summary(graph, output)
     if as_json:
-        click.echo(dump_json({**document, "timing": {"capture_s": seconds}}, indent=1))
+        print_document({**document, "timing": {"capture_s": seconds}})
     else:
         print_summary(document)
 
@@ -90,7 +91,7 @@ def summary(graph: Graph, output: Path | None) -> dict[str, Any]:
 
 
 def print_summary(document: dict[str, Any]) -> None:
-    from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     table = Table(box=None, show_header=False, pad_edge=False)
@@ -99,12 +100,12 @@ def print_summary(document: dict[str, Any]) -> None:
     repeated = [t for t in document["templates"] if t["instances"] > 1]
     words = ", ".join(f"{t['ops']} ops x {t['instances']}" for t in sorted(repeated, key=lambda t: -t["ops"]))
     extra = document["executed_flops_per_sample"] / max(document["model_flops_per_sample"], 1) - 1
-    table.add_row("model", document["model"])
+    table.add_row("model", escape(document["model"]))
     table.add_row("precision", document["precision"])
     table.add_row("ops", f"{document['ops']:,} in {document['kernels']:,} kernels")
     table.add_row("repeated", words or "nothing")
     table.add_row("parameters", f"{document['parameters']:,}")
     table.add_row("FLOPs/sample", f"{document['model_flops_per_sample']:.5g} (kernels execute {extra:.1%} more)")
     if document["file"] is not None:
-        table.add_row("file", f"{document['file']} ({document['file_bytes']:,} bytes)")
-    Console(highlight=False, soft_wrap=True, markup=False).print(table)
+        table.add_row("file", f"{escape(document['file'])} ({document['file_bytes']:,} bytes)")
+    console().print(table)

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from simpart.commands._output import print_document
+from simpart.commands._console import print_document
 from simpart.errors import FormatError, UserError
 
 __all__ = ["DATA_SETS", "evaluate"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from simpart.commands._output import print_document
+from simpart.commands._console import print_document
 
 __all__ = ["fit"]
 
@@ -20,7 +20,13 @@ __all__ = ["fit"]
     "-o", "--output", type=click.Path(), help="Where to write the models; default: in place of the shipped ones."
 )
 @click.option("--family", "only", multiple=True, help="Learn only this family; may be repeated.")
-@click.option("--seed", default=0, show_default=True, help="Same seed, same data, same versions: same bytes.")
+@click.option(
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="Same seed, same data, same versions: same bytes.",
+)
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], seed: int, as_json: bool) -> None:
     """Learn kernel times from measurements in SOURCES (files or folders); prints errors on held-out devices.

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
+from simpart.commands._console import print_document
 from simpart.errors import UnknownNameError, UserError
-from simpart.files import dump_json
 from simpart.hardware import (
     Cluster,
     Device,
@@ -48,7 +48,7 @@ def list_command(as_json: bool) -> None:
     devices = [load_device(name) for name in list_devices()]
     clusters = [load_cluster(name) for name in list_clusters()]
     if as_json:
-        _print_json({"devices": [*map(device_to_dict, devices)], "clusters": [item.to_dict() for item in clusters]})
+        print_document({"devices": [*map(device_to_dict, devices)], "clusters": [item.to_dict() for item in clusters]})
         return
     table = _table("device", "kind", "memory", "bandwidth", "float32", "bfloat16", "launch")
     for device in devices:
@@ -96,7 +96,7 @@ def check(file: str, as_json: bool) -> None:
     found = read_hardware(file)
     kind = "device" if isinstance(found, Device) else "cluster"
     if as_json:
-        _print_json({"file": file, "valid": True, "kind": kind, "name": found.name})
+        print_document({"file": file, "valid": True, "kind": kind, "name": found.name})
     else:
         click.echo(f"{file}: a valid {kind}, {found.name}")
 
@@ -131,12 +131,12 @@ def _either(name: str) -> Device | Cluster:
 def _print(found: Device | Cluster, as_json: bool) -> None:
     if isinstance(found, Device):
         if as_json:
-            _print_json({"device": device_to_dict(found)})
+            print_document({"device": device_to_dict(found)})
         else:
             _show(_device_table(found))
         return
     if as_json:
-        _print_json({"cluster": found.to_dict(), "size": found.size})
+        print_document({"cluster": found.to_dict(), "size": found.size})
         return
     click.echo(f"{found.name}: {_devices(found)}")
     table = _table("link", "joins", "type", "bandwidth", "latency", "shared by", "source")
@@ -197,7 +197,3 @@ def _show(table: Table) -> None:
     from rich.console import Console
 
     Console(file=sys.stdout, width=None if sys.stdout.isatty() else 160, highlight=False, markup=False).print(table)
-
-
-def _print_json(content: dict[str, Any]) -> None:
-    click.echo(dump_json(content, indent=1))

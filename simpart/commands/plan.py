@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from simpart.commands._place import PLACE
 from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
 
 __all__ = ["plan"]
@@ -18,7 +19,7 @@ __all__ = ["plan"]
 @click.argument("model")
 @problem_options()
 @configuration_options()
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Plan file to write.")
+@click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
 @click.option("--explain", is_flag=True, help="Print how every op is split and what that makes move.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def plan(model: str, output: Path | None, explain: bool, as_json: bool, **options: Any) -> None:
@@ -37,7 +38,7 @@ def plan(model: str, output: Path | None, explain: bool, as_json: bool, **option
         graph = problem.graph.at(max(made.batch.sizes[0]))
         save_plan(output, PlanFile(plan=made, training=problem.training, cluster=problem.cluster, graph=graph))
     if as_json:
-        print_document(prediction_document(problem, made, result))
+        print_document(prediction_document(made, result))
     else:
         if explain:
             from simpart.sharding.explain import explain as explained

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from typing import Any
 
 import click
 
+from simpart.commands._console import print_document
 from simpart.errors import Interrupted, UserError
 
 __all__ = ["profile"]
@@ -106,7 +107,7 @@ def links(cluster: str, busy: bool, repeats: int, store: Path | None, as_json: b
 
 def _whole_numbers(text: str) -> list[int]:
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdigit() and int(part) > 0 for part in parts):
+    if not all(re.fullmatch("[0-9]{1,7}", part) and int(part) > 0 for part in parts):
         raise UserError(f"micro-batches are whole numbers, at least 1, as in 1,2,4; got {text!r}")
     return [int(part) for part in parts]
 
@@ -116,7 +117,7 @@ def _finish(found: dict[str, Any], what: str, path: Path, as_json: bool) -> None
     interrupted = found.pop("interrupted")
     seconds = found.pop("seconds")
     if as_json:
-        print(json.dumps({**found, "store": str(path), "timing": {"wall_s": round(seconds, 3)}}))
+        print_document({**found, "store": str(path), "timing": {"wall_s": seconds}})
     else:
         print(f"measured {found['measured']} {what} in {seconds:.1f} s ({found['found']} were known); store: {path}")
     if found["left"]:

@@ -7,8 +7,10 @@ from typing import Any
 
 import click
 
+from simpart.commands._place import PLACE
 from simpart.commands._problem import build_problem, parse_seconds, problem_options
 from simpart.describe import human_seconds
+from simpart.errors import Interrupted
 from simpart.problem import Space
 from simpart.schedule import SCHEDULES
 
@@ -26,12 +28,12 @@ __all__ = ["search"]
 @click.option("--max-stages", type=int, default=None, help="Most pipeline stages to consider.")
 @click.option("--min-stages", type=int, default=1, show_default=True, help="Fewest pipeline stages to consider.")
 @click.option(
-    "--schedule", "schedules", multiple=True, help=f"Schedules to consider.  [default: {', '.join(SCHEDULES)}]"
+    "--schedule", "schedules", multiple=True, help=f"Schedules to consider.  [default: {', '.join(Space().schedules)}]"
 )
 @click.option("--recompute", "recompute", multiple=True, help="Recomputation to consider.  [default: none, full]")
-@click.option("--seed", type=int, default=0, show_default=True)
-@click.option("--log", type=click.Path(path_type=Path), default=None, help="Append every candidate to this file.")
-@click.option("-o", "--output", type=click.Path(path_type=Path), default=None, help="Plan file to write.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
+@click.option("--log", type=PLACE, default=None, help="Append every candidate to this file.")
+@click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def search(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
     """Search for the plan with the shortest simulated step that fits. MODEL is a zoo name with dims,
@@ -50,7 +52,7 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     with search_progress() as progress:
         found = run(problem, searcher, budget, seed=options["seed"], log=options["log"], progress=progress)
     families = {name: family_row(entry) for name, entry in found.families.items()}
-    counts = {
+    counts: dict[str, Any] = {
         "searcher": found.searcher,
         "evaluated": len(found.ranked),
         "proposed": found.proposed,
@@ -62,13 +64,15 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     }
     if found.best is None:
         reason = next(iter(found.infeasible), "the search was stopped before it found a plan")
-        document = {"plan": None, "feasible": False, "why_infeasible": reason, "predicted": None, **counts}
         if as_json:
-            print_document(document)
+            print_document(prediction_document(None, None, reason, **counts))
         else:
             click.echo(f"no plan fits: {reason}")
             for name, row in families.items():
                 click.echo(f"  {name}: {row['why'] or 'does not fit'}")
+        if output is not None:
+            click.echo(f"{output} is not written", err=True)
+        end(found.stopped)
         return
     best = found.best.candidate.plan
     assert best is not None
@@ -77,7 +81,8 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
         graph = problem.graph.at(max(best.batch.sizes[0]))
         save_plan(output, PlanFile(plan=best, training=problem.training, cluster=problem.cluster, graph=graph))
     if as_json:
-        print_document(prediction_document(problem, best, result, **counts))
+        print_document(prediction_document(best, result, **counts))
+        end(found.stopped)
         return
     print_prediction(
         problem, best, result, f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}"
@@ -87,6 +92,13 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     click.echo(f"search {found.stopped} after {human_seconds(found.wall_s)}")
     if output is not None:
         click.echo(f"written to {output}")
+    end(found.stopped)
+
+
+def end(stopped: str) -> None:
+    """After Ctrl-C the answer is given, but a script must not go on as if the search had been left alone."""
+    if stopped == "interrupted":
+        raise Interrupted
 
 
 def space_of(options: dict[str, Any]) -> Space:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
+from simpart.commands._place import PLACE
 from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
 from simpart.errors import UserError
 
@@ -18,8 +20,8 @@ __all__ = ["simulate"]
 @problem_options(required=False)
 @configuration_options()
 @click.option("--engine", type=click.Choice(["compiled", "simpy"]), default="compiled", show_default=True)
-@click.option("--trace", type=click.Path(path_type=Path), default=None, help="Perfetto trace to write.")
-@click.option("--report", type=click.Path(path_type=Path), default=None, help="Page (.html) or picture (.png, .svg).")
+@click.option("--trace", type=PLACE, default=None, help="Perfetto trace to write.")
+@click.option("--report", type=PLACE, default=None, help="Page (.html) or picture (.png, .svg).")
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def simulate(
@@ -44,7 +46,7 @@ def simulate(
         words = describe(plan, problem.graph.at(max(plan.batch.sizes[0])), problem.cluster)
         save_report(report, result, title, words)
     if as_json:
-        print_document(prediction_document(problem, plan, result))
+        print_document(prediction_document(plan, result))
         return
     print_prediction(problem, plan, result, title)
     if timeline:
@@ -57,6 +59,16 @@ def simulate(
         click.echo(f"report written to {report}")
 
 
+def refuse_options() -> None:
+    """A plan file says all that a configuration would: options that would go unheard are refused."""
+    context = click.get_current_context()
+    mine = ("store", "no_profiles", "engine", "trace", "report", "timeline", "as_json", "target")
+    for parameter in context.command.params:
+        given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
+        if given and parameter.name not in mine:
+            raise UserError(f"a plan file holds its own {parameter.opts[0].lstrip('-')}; leave {parameter.opts[0]} out")
+
+
 def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """(Problem, Plan) of a plan file, or of a model with options."""
     path = Path(target)
@@ -65,11 +77,7 @@ def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
         from simpart.problem import Problem
         from simpart.registry import default_costs
 
-        given = [name for name in ("cluster", "global_batch") if options[name] is not None]
-        if given:
-            raise UserError(
-                f"a plan file holds its own {given[0].replace('_', '-')}; leave --{given[0].replace('_', '-')} out"
-            )
+        refuse_options()
         file = load_plan(path)
         costs = default_costs(file.cluster, store=options["store"], profiles=not options["no_profiles"])
         problem = Problem(

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from simpart.commands._console import console
+from simpart.commands._place import FOLDER, PLACE
 from simpart.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,16 +32,12 @@ __all__ = ["print_report", "validate"]
 @click.option("--steps", type=int, default=5, show_default=True, help="Timed steps.")
 @click.option("--warmup", type=int, default=2, show_default=True, help="Steps before them.")
 @click.option("--check", is_flag=True, help="Run in float64 and compare loss and gradients with one process.")
-@click.option(
-    "--trace", type=click.Path(path_type=Path), default=None, help="Trace of measured and predicted step to write."
-)
+@click.option("--trace", type=PLACE, default=None, help="Trace of measured and predicted step to write.")
 @click.option("--timeout", type=float, default=300.0, show_default=True, help="Seconds after which the run is ended.")
 @click.option("--store", type=click.Path(path_type=Path), default=None, help="Folder of profiles to predict from.")
 @click.option("--no-profiles", is_flag=True, help="Ignore measured profiles: predict from data sheets alone.")
-@click.option("--log-dir", type=click.Path(path_type=Path), default=None, help="Keep the job and its logs here.")
-@click.option(
-    "--prepare", type=click.Path(path_type=Path), default=None, help="Only write the job that torchrun runs elsewhere."
-)
+@click.option("--log-dir", type=FOLDER, default=None, help="Keep the job and its logs here.")
+@click.option("--prepare", type=FOLDER, default=None, help="Only write the job that torchrun runs elsewhere.")
 @click.option("--collect", type=click.Path(path_type=Path), default=None, help="Only read the results of such a job.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def validate(
@@ -59,7 +57,7 @@ def validate(
 ) -> None:
     """Run a plan on real processes and set what they took beside what was predicted."""
 
-    from simpart.commands._output import print_document
+    from simpart.commands._console import print_document
     from simpart.plan_format import load_plan
     from simpart.registry import folder
 
@@ -127,7 +125,6 @@ def predict(file: PlanFile, store: Path | None, *, profiles: bool) -> SimResult:
 
 def print_report(report: Any) -> None:
     """Predicted | measured | error, for people."""
-    from rich.console import Console
     from rich.table import Table
 
     from simpart.describe import human_bytes, human_seconds
@@ -153,20 +150,20 @@ def print_report(report: Any) -> None:
     )
     for name, seconds in report.components.items():
         row(f"  {name}", seconds.get("predicted_s"), seconds["measured_s"], human_seconds)
-    console = Console(highlight=False, soft_wrap=True)
-    console.print(table)
-    console.print(
+    out = console()
+    out.print(table)
+    out.print(
         f"{len(report.steps)} steps, spread {report.spread:.1%} of the median; loss {report.losses[0]:.4g} → "
         f"{report.losses[-1]:.4g}"
     )
     if report.cpu_share is not None and report.cpu_share < 0.9:
-        console.print(
+        out.print(
             f"the processes got {report.cpu_share:.0%} of a core while computing: other work disturbed the run, "
             "so its times say little; repeat it on a quiet machine"
         )
     if report.check is not None:
         worst = max(report.check[name] for name in ("loss", "gradients", "buffers"))
-        console.print(f"equal to one process in float64: loss, gradients and buffers differ by at most {worst:.1e}")
+        out.print(f"equal to one process in float64: loss, gradients and buffers differ by at most {worst:.1e}")
 
 
 def _progress() -> Callable[[float], None]:
