@@ -128,7 +128,8 @@ class LinkLevel:
     empty message. `shared_by` devices share one link (a network card, say). `kind`: on a switch links don't disturb one
     another; a mesh has direct links between members, so that one pair gets `pair_bytes_per_s`; shared is one bus for
     all members. `inside_host` marks levels within one machine. A level with `only` joins devices of that name alone,
-    counted from where their run begins: a cluster of two kinds has one NVLink level for each.
+    counted from where their run begins: a cluster of two kinds has one NVLink level for each. `floor_s`, where somebody
+    measured it, is the time of the smallest all-reduce of two members: software that no data sheet states.
     """
 
     name: str
@@ -140,6 +141,7 @@ class LinkLevel:
     pair_bytes_per_s: float | None = None
     inside_host: bool = False
     only: str | None = None
+    floor_s: float | None = None
     sources: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
@@ -153,6 +155,8 @@ class LinkLevel:
             raise UserError(f"{what}: shared_by must be at most size, got {self.shared_by} of {self.size}")
         _positive(what, "bytes_per_s", self.bytes_per_s)
         _at_least_zero(what, "latency_s", self.latency_s)
+        if self.floor_s is not None:
+            _positive(what, "floor_s", self.floor_s)
         if self.pair_bytes_per_s is not None:
             _positive(what, "pair_bytes_per_s", self.pair_bytes_per_s)
             if self.pair_bytes_per_s > self.bytes_per_s:

@@ -40,7 +40,7 @@ _QUANTITIES = {  # key of a device file: (field, unit)
 }
 _DEVICE_REQUIRED = ("name", "type", "memory", "memory_bandwidth", "peak", "kernel_launch", "source")
 _LEVEL_REQUIRED = ("name", "joins", "bandwidth", "latency", "source")
-_LEVEL_OTHER = ("type", "shared_by", "pair_bandwidth", "inside_host", "only")
+_LEVEL_OTHER = ("type", "shared_by", "pair_bandwidth", "inside_host", "only", "floor")
 
 
 def load_device(name: str | Path) -> Device:
@@ -348,7 +348,8 @@ def _level(section: _Section, total: int) -> LinkLevel:
             pair_bytes_per_s=pair,
             inside_host=section.values.get("inside_host", False),
             only=section.text("only") if "only" in section.values else None,
-            sources=tuple(section.sources(("bandwidth", "pair_bandwidth", "latency")).items()),
+            floor_s=section.quantity("floor", "s", positive=True) if "floor" in section.values else None,
+            sources=tuple(section.sources(("bandwidth", "pair_bandwidth", "latency", "floor")).items()),
         )
     except UserError as error:
         raise error if str(error).startswith(section.file) else UserError(f"{section.file}: {error}") from error
