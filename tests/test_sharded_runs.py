@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,11 @@ def plan_file(
 def tensor_parallel(model: str, *, sequence: bool = False, vocabulary: bool = True) -> tuple[Sharding, State]:
     """Megatron's rule on axis tp, written by hand."""
     graph = graph_of(model)
-    places = {k: v for k, v in TENSOR_PARALLEL.items() if vocabulary or not k.startswith(("wte", "head"))}
+    names = [source.name for source in graph.parameters.values()]
+    places = {
+        pattern: place for pattern, place in TENSOR_PARALLEL.items()
+        if any(fnmatchcase(n, pattern) for n in names) and (vocabulary or not pattern.startswith(("wte", "head")))
+    }  # fmt: skip
     wishes: dict[str, AxisStrategy | str] = {}
     if vocabulary:
         wishes["wte/aten.embedding.default#0|F|aten.embedding.default#0"] = AxisStrategy(
