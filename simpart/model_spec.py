@@ -6,6 +6,7 @@ example inputs as a tuple. Importing a user's module happens only when its facto
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import inspect
@@ -90,7 +91,8 @@ def load_graph_or_model(
                 f"say --precision {graph.precision} or capture {graph.model} again with --precision {precision}"
             )
         return graph
-    return captured(parse_model(text), precision, micro_batches, full=full, use_cache=cache)
+    with contextlib.redirect_stdout(sys.stderr):  # what the user's code prints is none of a command's answer
+        return captured(parse_model(text), precision, micro_batches, full=full, use_cache=cache)
 
 
 # --- dims ------------------------------------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ class UserFactory:
                     f"there is no module {self.module!r} here or on PYTHONPATH (for {self.model}); "
                     f"check the name, or give {_FORMS}"
                 ) from error
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise _failure(f"importing {self.module}", error) from error
         if not hasattr(module, self.attribute):
             known = [name for name, value in vars(module).items() if inspect.isfunction(value)]
@@ -263,11 +265,11 @@ def _one_line(what: str) -> Iterator[None]:
         yield
     except UserError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise _failure(what, error) from error
 
 
-def _failure(what: str, error: Exception) -> UserError:
+def _failure(what: str, error: BaseException) -> UserError:
     """One line with the place in the user's code where it happened."""
     trace, place = error.__traceback__, ""
     while trace is not None:
@@ -275,11 +277,14 @@ def _failure(what: str, error: Exception) -> UserError:
         if not name.startswith("<") and "site-packages" not in name and os.path.dirname(__file__) not in name:
             place = f" at {name}:{trace.tb_lineno}"
         trace = trace.tb_next
-    reason = (str(error).splitlines() or [""])[0]
+    if isinstance(error, SyntaxError):
+        place = f" at {error.filename}:{error.lineno}"
+    reason = " ".join(str(error).split())[:300]
     return UserError(f"{what} failed: {type(error).__name__}: {reason}{place}; correct it and run again")
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, tuple | list):
         return f"{type(value).__name__} of {', '.join(type(item).__name__ for item in value[:4]) or 'nothing'}"
-    return f"a {type(value).__name__}"
+    name = type(value).__name__
+    return f"an {name}" if name[0] in "aeiou" else f"a {name}"
