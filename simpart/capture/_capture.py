@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +78,7 @@ def _capture(
         takes.append(_take(factory, b, dtype, takes[0] if takes else None, shallow))
     first = takes[0]
     several = [take.trace for take in takes]
+    _check_inputs_grow(several[:2], sizes)
     say("capturing micro-batch 1")
     try:
         at_one = _take(factory, 1, dtype, first, shallow).trace
@@ -145,9 +147,20 @@ def trace_module(module: nn.Module, inputs: tuple[Any, ...], mode: Any, dynamo: 
     """Capture at one micro-batch, in fake mode."""
     graph = export_clean(module, inputs, dynamo=dynamo, dtype=dtype)
     facts = facts_of(graph, inputs)
-    with user_errors("tracing the backward"), default_dtype(dtype):
+    with user_errors("tracing the backward"), default_dtype(dtype), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what they say of an error stands in it
         joint = _torch.joint(graph, inputs)
     return trace_of(module, graph, facts, joint, inputs)
+
+
+def _check_inputs_grow(traces: Sequence[Trace], sizes: Sequence[int]) -> None:
+    """A factory that ignores its argument would make every figure per sample wrong."""
+    dims = [[source.spec.dims for source in trace.sources if source.kind == "input"] for trace in traces]
+    if dims[0] == dims[1]:
+        raise UserError(
+            f"a factory returns inputs with as many samples as it is asked for, this one's are as large for "
+            f"{sizes[0]} as for {sizes[1]}; use its argument as their first dim"
+        )
 
 
 def _sources_at(trace: Trace, first: _Take, still_cut: Sequence[Stack]) -> list[Source]:

@@ -42,13 +42,18 @@ def build_module(factory: Any, micro_batch: int, dtype: torch.dtype) -> tuple[nn
     """Call the factory and check what it gives; raises UserError."""
     if not callable(factory):
         raise UserError(f"{_ADVICE}, got {type(factory).__name__} instead of a factory")
-    with user_errors("the factory"), default_dtype(dtype):
+    with user_errors("the factory"), default_dtype(dtype), _torch.convertible_modules():
         made = factory(micro_batch)
     if not isinstance(made, tuple) or len(made) != 2:
         raise UserError(f"{_ADVICE}, it returned {_kind(made)}")
     module, inputs = made
     if not isinstance(module, nn.Module):
         raise UserError(f"{_ADVICE}, its first part is {_kind(module)}")
+    if isinstance(inputs, dict) or (isinstance(inputs, tuple | list) and any(isinstance(i, dict) for i in inputs)):
+        raise UserError(
+            "inputs are given by position: return a tuple of tensors, got a dict; for keyword arguments wrap the "
+            "module in one whose forward takes them in order"
+        )
     if isinstance(inputs, torch.Tensor) or not isinstance(inputs, tuple | list) or not list(tensors_in(inputs)):
         raise UserError(f"{_ADVICE}, its second part is {_kind(inputs)}")
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
@@ -80,6 +85,8 @@ def check_loss(module: nn.Module, loss: Any) -> None:
             f"forward must return the scalar loss, {name} returned a tensor of shape {list(loss.shape)}; reduce it, "
             "for example with .mean()"
         )
+    if not loss.dtype.is_floating_point:
+        raise UserError(f"the loss must be a real number, {name} returned {loss.dtype}; return its real part or mean")
     if not loss.requires_grad:
         raise UserError(
             f"the loss must depend on a trainable parameter, that of {name} does not; check for detach, no_grad, "
@@ -89,7 +96,7 @@ def check_loss(module: nn.Module, loss: Any) -> None:
 
 def _kind(value: Any) -> str:
     if isinstance(value, tuple):
-        return f"a tuple of {len(value)} parts"
+        return f"a tuple of {len(value)} part{'s' if len(value) != 1 else ''}"
     if isinstance(value, torch.Tensor):
         return "a Tensor"
     return "None" if value is None else f"a {type(value).__name__}"
@@ -102,6 +109,8 @@ def user_errors(where: str) -> Iterator[None]:
         yield
     except (UserError, Interrupted):
         raise
+    except SystemExit as error:
+        raise UserError(f"{where} ended the program ({error}); return a module instead ({_place(error)})") from error
     except Exception as error:
         if (cause := _data_dependent_cause(error)) is not None:
             raise UnsupportedError(

@@ -25,6 +25,7 @@ __all__ = [
     "DATA_DEPENDENT",
     "GradModeUnderAutocast",
     "backward_owner_path",
+    "convertible_modules",
     "dynamo_export",
     "enter_autocast",
     "exit_autocast",
@@ -65,6 +66,38 @@ class _Mode(FakeTensorMode):
 def fake_mode() -> FakeTensorMode:
     """A mode without symbolic shapes: all sizes are integers and no memory is used."""
     return _Mode(allow_non_fake_inputs=True)
+
+
+@contextlib.contextmanager
+def convertible_modules() -> Iterator[None]:
+    """Here `module.to(…)`, `.half()` and the like work on fake parameters, which torch wants to swap in place and
+    cannot. Tied parameters stay tied."""
+    made: dict[tuple[int, torch.dtype, torch.device], tuple[torch.nn.Parameter, torch.nn.Parameter]] = {}
+
+    def apply(self: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+        for child in self.children() if recurse else ():
+            child._apply(function)
+        for key, old in self._parameters.items():
+            if old is None:
+                continue
+            with torch.no_grad():
+                value = function(old)
+            if value is not old:
+                again = (id(old), value.dtype, value.device)
+                _, self._parameters[key] = made.setdefault(
+                    again, (old, torch.nn.Parameter(value, requires_grad=old.requires_grad))
+                )
+        for key, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[key] = function(buffer)
+        return self
+
+    before = torch.nn.Module._apply
+    torch.nn.Module._apply = apply  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.nn.Module._apply = before  # type: ignore[method-assign]
 
 
 def export(module: torch.nn.Module, inputs: tuple[Any, ...]) -> GraphModule:
