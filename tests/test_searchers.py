@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -86,6 +87,16 @@ def test_searchers_plan_one_layer_on_more_devices_than_it_needs(one_layer: Graph
 def test_searchers_say_why_nothing_can_be_planned(four_layers: Graph, name: str) -> None:
     result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 4, 8, Space(min_stages=9)))
     assert result.best is None and all(isinstance(reason, str) for reason in result.families.values())
+
+
+@pytest.mark.parametrize("name", ["alpa", "dapple", "pipedream", "piper", "rannc", "two_bw"])
+def test_planners_say_which_stage_does_not_fit_and_by_how_much(four_layers: Graph, name: str) -> None:
+    problem = problem_of(four_layers, 2, 4)
+    tiny = [(replace(d, memory_bytes=200_000, reserved_bytes=0), count) for d, count in problem.cluster.devices]
+    short = replace(problem, cluster=replace(problem.cluster, devices=tuple(tiny)))
+    found = list(load_searcher(name).propose(short, np.random.default_rng(0), Control()))
+    assert {c.family for c in found} == {"1 stage", "2 stages"}
+    assert all(c.plan is None and "over the memory limit" in c.why for c in found)
 
 
 def test_points_are_counted_drawn_and_moved_within_the_list(four_layers: Graph) -> None:
