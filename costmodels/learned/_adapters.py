@@ -26,7 +26,16 @@ __all__ = ["KINDS", "device_named", "import_frame", "read_frame", "read_measurem
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
-_BYTES = {"bfloat16": 2.0, "float16": 2.0, "fp16": 2.0, "half": 2.0, "float32": 4.0, "fp8": 1.0, "nvfp4": 0.5625}
+_BYTES = {
+    "bfloat16": 2.0,
+    "float16": 2.0,
+    "fp16": 2.0,
+    "half": 2.0,
+    "float32": 4.0,
+    "fp8": 1.0,
+    "fp8_block": 1.0,
+    "nvfp4": 0.5625,
+}
 _REMARK = re.compile(r"\s*\([^)]*\)")
 
 
@@ -174,8 +183,8 @@ def _table(
 
 # --- matrix products: system dtype m n k -----------------------------------------------------------------------------
 _PRODUCTS = {
-    "bfloat16": "gemm16", "float16": "gemm16", "fp16": "gemm16", "half": "gemm16", "fp8": "gemm8", "nvfp4": "gemm4",
-    "float32": "gemm32",
+    "bfloat16": "gemm16", "float16": "gemm16", "fp16": "gemm16", "half": "gemm16", "fp8": "gemm8",
+    "fp8_block": "gemm8block", "nvfp4": "gemm4", "float32": "gemm32",
 }  # fmt: skip
 
 
@@ -196,23 +205,49 @@ def _read_products(frame: pd.DataFrame) -> Iterable[Measurements]:
 
 
 # --- attention: batch_size seq_len num_heads (num_kv_heads) head_dim (window_size) -----------------------------------
-_SLOW_KERNELS = ("triton", "torch_flow")
-
-
 def _read_attention(frame: pd.DataFrame) -> Iterable[Measurements]:
     dtype = _text(frame, "attn_dtype", "bfloat16")
-    rows = np.flatnonzero(np.isin(dtype, ["bfloat16", "float16", "fp16"]))
-    if not len(rows):
-        return
-    part = frame.iloc[rows]
     causal = "num_kv_heads" in frame.columns
-    heads = _number(part, "num_heads")
-    dims = {
-        "batch": _number(part, "batch_size"), "seq": _number(part, "seq_len"), "heads": heads,
-        "kv_heads": _number(part, "num_kv_heads") if causal else heads, "head_dim": _number(part, "head_dim"),
-        "window": _number(part, "window_size", 0.0), "causal": float(causal), "in_bytes": 2.0, "out_bytes": 2.0,
-    }  # fmt: skip
-    yield _table("attention16", frame, rows, dims)
+    for family, names, size in (("attention16", ("bfloat16", "float16", "fp16"), 2.0), ("attention8", ("fp8",), 1.0)):
+        rows = np.flatnonzero(np.isin(dtype, names))
+        if not len(rows):
+            continue
+        part = frame.iloc[rows]
+        heads = _number(part, "num_heads")
+        dims = {
+            "batch": _number(part, "batch_size"), "seq": _number(part, "seq_len"), "heads": heads,
+            "kv_heads": _number(part, "num_kv_heads") if causal else heads, "head_dim": _number(part, "head_dim"),
+            "window": _number(part, "window_size", 0.0), "causal": float(causal), "in_bytes": size, "out_bytes": 2.0,
+        }  # fmt: skip
+        yield _table(family, frame, rows, dims)
+
+
+# --- mixture of experts: num_tokens hidden_size inter_size topk num_experts moe_tp_size moe_ep_size distribution ---
+_EXPERTS = {
+    "bfloat16": ("moe16", 2.0), "float16": ("moe16", 2.0), "fp8": ("moe8", 1.0), "fp8_block": ("moe8", 1.0),
+    "nvfp4": ("moe4", 0.5625),
+}  # fmt: skip
+
+
+def _read_experts(frame: pd.DataFrame) -> Iterable[Measurements]:
+    dtype, spread = _text(frame, "dtype"), _text(frame, "distribution")
+    kernel = _text(frame, "kernel_source")
+    family = np.array([_EXPERTS.get(d, ("", 0.0))[0] for d in dtype.tolist()], dtype=object)
+    for name in dict.fromkeys(f for f in family.tolist() if f):
+        rows = np.flatnonzero(family == name)
+        part = frame.iloc[rows]
+        shards = _number(part, "moe_ep_size", 1.0)
+        skews = np.array(
+            [float(s.rpartition("_")[2]) if s.startswith("power_law") else 0.0 for s in spread[rows].tolist()]
+        )
+        dims = {
+            "pairs": _number(part, "num_tokens") * _number(part, "topk") / shards,
+            "experts": np.maximum(1.0, _number(part, "num_experts") / shards), "hidden": _number(part, "hidden_size"),
+            "inter": _number(part, "inter_size") / _number(part, "moe_tp_size", 1.0),
+            "matrices": np.array([2.0 if "nongated" in k else 3.0 for k in kernel[rows].tolist()]), "skew": skews,
+            "in_bytes": np.array([_EXPERTS[d][1] for d in dtype[rows].tolist()]), "out_bytes": 2.0,
+        }  # fmt: skip
+        yield _table(name, frame, rows, dims)
 
 
 # --- NeuSight: op B M N K H ------------------------------------------------------------------------------------------
@@ -296,6 +331,11 @@ def _ops(*names: str) -> Callable[[pd.DataFrame], bool]:
 
 
 KINDS = (
+    Kind(
+        name="experts",
+        columns=frozenset({"num_tokens", "hidden_size", "inter_size", "topk", "num_experts"}),
+        read=_read_experts,
+    ),
     Kind(name="products", columns=frozenset({"m", "n", "k", "dtype", "system", "latency_ms"}), read=_read_products),
     Kind(name="attention", columns=frozenset({"batch_size", "seq_len", "num_heads", "head_dim"}), read=_read_attention),
     Kind(

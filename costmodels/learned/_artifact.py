@@ -17,7 +17,7 @@ from simpart.costmodels.learned._families import FAMILY_MODELS
 from simpart.costmodels.learned._model import STATUSES, FamilyModel
 from simpart.costmodels.learned._sheet import NUMBERS, Sheet
 from simpart.errors import FormatError
-from simpart.files import dump_json, write_atomically
+from simpart.files import dump_json, write_atomically, write_document
 
 __all__ = ["SHIPPED", "load_models", "save_models"]
 
@@ -27,7 +27,8 @@ _BOOST = ("features", "thresholds", "leaves")
 
 
 def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
-    """Write models by family; the same models, the same bytes."""
+    """Write models by family; the same models, the same bytes. In place of the shipped ones also, in JSON, how many
+    rows of which device they learned from."""
     arrays: dict[str, Any] = {}
     described: dict[str, Any] = {}
     for name, model in models.items():
@@ -42,14 +43,21 @@ def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
             "domain": model.domain,
             "ops": model.ops,
             "weight": model.weight,
+            "offsets": model.offsets,
             "spreads": model.spreads,
             "facts": model.facts,
         }
+    seen: dict[str, dict[str, int]] = {}
+    for name, model in models.items():
+        for device, count in dict(model.facts.get("rows_by_device", {})).items():  # type: ignore[call-overload]
+            seen.setdefault(device, {})[name] = count
     digest = _digest(arrays)
     header = dump_json({"kind": KIND, "version": VERSION, "digest": digest, "families": described})
     buffer = io.BytesIO()
     np.savez_compressed(buffer, header=np.frombuffer(header.encode(), dtype=np.uint8), **arrays)
     write_atomically(path, buffer.getvalue())
+    if Path(path) == SHIPPED:
+        write_document(SHIPPED.with_name("trained_on.json"), "simpart-trained-on", 1, {"rows": seen})
 
 
 def load_models(path: Path | str = SHIPPED) -> dict[str, FamilyModel]:
@@ -101,6 +109,7 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
         domain={k: (float(a), float(b)) for k, (a, b) in item["domain"].items()},
         ops=tuple(item["ops"]),
         weight=float(item["weight"]),
+        offsets=dict(item["offsets"]),
         spreads=spreads,
         facts=item["facts"],
     )

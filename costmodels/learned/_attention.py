@@ -18,15 +18,19 @@ Dims = Mapping[str, Floats]
 
 # name: (centre, log-sd of the prior)
 ATTENTION_CONSTANTS: Mapping[str, tuple[float, float]] = {
-    "floor_s": (9.0e-6, 0.3),  # of the smallest kernel, at REFERENCE_HZ
+    "floor_s": (9.0e-6, 0.6),  # of the smallest kernel, at REFERENCE_HZ
     "compute_share": (0.85, 0.15),  # of the sustained peak
-    "memory_share": (0.5, 0.35),
+    "memory_share": (0.7, 0.15),
+    "idle": (250.0, 0.5),  # arithmetic in FLOP that a byte of short rows keeps from being done
+    "warm_share": (0.5, 0.4),  # of L2 that still holds inputs
+    "power": (4.0, 0.3),  # how sharply the slower of arithmetic and traffic decides
     "head_cost": (0.25, 0.4),  # arithmetic lost at head dim 64, less in proportion at wider heads
     "exponentials": (0.3, 0.4),  # of a clock per 64 exponentials that products don't hide
     "wave_s": (2.0e-6, 0.5),  # start and end of a wave of tiles
 }
 REFERENCE_HZ = 1.8e9
 _KEYS = 128
+_FLOPS_PER_CLOCK = 3000.0  # of a multiprocessor, the mean of several generations
 
 
 def _key_tiles(dims: Dims, rows: float) -> tuple[Floats, Floats, Floats]:
@@ -64,9 +68,10 @@ def attention_bound_s(dims: Dims, sheet: Sheet) -> Floats:
     return np.maximum(attention_flops(dims) / sheet.peak, attention_bytes(dims) / sheet.bandwidth)
 
 
-def attention_seconds(constants: Floats, dims: Dims, sheet: Sheet) -> Floats:
-    """Seconds of each forward attention, `constants` as logs in the order of ATTENTION_CONSTANTS."""
-    floor, compute, memory, head_cost, exponentials, wave_s = np.exp(constants)
+def attention_seconds(constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool) -> Floats:
+    """Seconds of each forward attention, `constants` as logs in the order of ATTENTION_CONSTANTS. What short rows lose
+    is told in arithmetic at the device's peak or, `by_clock`, at one rate per clock for all devices."""
+    floor, compute, memory, idle, warm, power, head_cost, exponentials, wave_s = np.exp(constants)
     heads, width = dims["batch"] * dims["heads"], dims["head_dim"]
     clocks = REFERENCE_HZ / sheet.clock_hz
     units = sheet.multiprocessors
@@ -80,8 +85,15 @@ def attention_seconds(constants: Floats, dims: Dims, sheet: Sheet) -> Floats:
         few = np.where(waves <= 3.0, waves * met / queries, 0.0)
         busy = np.maximum(np.maximum(spread, longest), few) * pair_s
         best = np.minimum(best, busy + waves * wave_s * clocks)
-    traffic = attention_bytes(dims) / (sheet.bandwidth * memory)
-    return floor * clocks + np.maximum(best, traffic) + 0.2 * np.minimum(best, traffic)
+    moved = attention_bytes(dims)
+    warmth = np.maximum(0.0, 1.0 - moved / (warm * sheet.l2_bytes))
+    stored = moved * (1.0 - warmth) / (sheet.bandwidth * memory)
+    rate = units * sheet.clock_hz * _FLOPS_PER_CLOCK if by_clock else sheet.sustained
+    busy = best + moved * idle / rate
+    most = np.maximum(busy, stored)
+    bent = ((busy / most) ** power + (stored / most) ** power) ** (1.0 / power)
+    found: Floats = floor * clocks + most * bent
+    return found
 
 
 def attention_features(dims: Dims, sheet: Sheet, analytic: Floats) -> list[Floats]:

@@ -1,13 +1,15 @@
 """Boosted oblivious trees: every node of a level asks the same question, so that a tree is a table of 2^depth values.
 
 Grown by histogram boosting on a smoothed absolute loss (iteratively reweighted squares). Trained with numba, evaluated
-with numpy: 150 trees of depth 5 on 10,000 rows in a few milliseconds. References: Prokhorenkova et al., "CatBoost"
+with numpy: 500 trees of depth 7 on 10,000 rows in some 15 ms. References: Prokhorenkova et al., "CatBoost"
 (2018), for the trees; Friedman, "Greedy function approximation" (2001), for the boosting.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +19,7 @@ Matrix = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.int32]]
 
-_BINS = 64
+_BINS = 128
 _LEAF_PRIOR = 4.0  # rows' worth of evidence for a leaf value of zero
 
 
@@ -64,9 +66,7 @@ def fit_boost(
 ) -> Boost:
     """Trees for `target`, in its units; `share` of the features stand for choice in each tree, errors below `smoothing`
     count squared. One thread, same seed, same trees."""
-    import numba
-
-    grow = numba.njit(cache=True)(_grow)
+    grow = _compiled()
     rng = np.random.default_rng(seed)
     edges = _edges(columns)
     binned = np.stack([np.searchsorted(e, c, side="left") for e, c in zip(edges, columns, strict=True)]).astype(
@@ -93,6 +93,13 @@ def fit_boost(
         [[edges[f][c] for f, c in zip(*row, strict=True)] for row in zip(features, cuts, strict=True)]
     )
     return Boost(features=features, thresholds=thresholds.astype(np.float32), leaves=leaves)
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> Any:
+    import numba
+
+    return numba.njit(cache=True)(_grow)
 
 
 def _edges(columns: Matrix) -> list[Matrix]:

@@ -11,7 +11,7 @@ from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_mode
 from simpart.costmodels.learned._evaluating import judge_import
 from simpart.costmodels.learned._measurements import Measurements, concatenate
 from simpart.costmodels.learned._model import FamilyModel
-from simpart.costmodels.learned._training import fit_family, trainable
+from simpart.costmodels.learned._training import fit_family
 from simpart.errors import FormatError, UserError
 from simpart.evaluation import Judged
 
@@ -22,7 +22,8 @@ __all__ = ["evaluate", "fit"]
 
 Progress = Callable[[str], None]
 _FIT_FROM = (
-    "op_gemm_aic", "op_attention_fwd_aic", "op_neusight", "op_neusight_conv", "op_vidur_mlp",
+    "op_gemm_aic", "op_attention_fwd_aic", "op_attention_encoder_aic", "op_moe_aic",
+    "op_neusight", "op_neusight_conv", "op_vidur_mlp",
 )  # fmt: skip
 _HELD_BACK = {"op_vidur_mlp": ("gemm16",)}  # another source of the same products: kept to judge by
 
@@ -62,7 +63,7 @@ def fit(
                 tables.setdefault(table.family, []).append(table)
     models = {}
     for family in sorted(tables):
-        table = trainable(concatenate(tables[family]))
+        table = concatenate(tables[family])
         if (only and family not in only) or len(table) < 30:
             continue
         models[family] = fit_family(table, seed=seed, progress=progress)

@@ -12,7 +12,7 @@ from simpart.costmodels.learned._generations import generation_of
 from simpart.costmodels.learned._measurements import Imported, Measurements, row_codes
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of
-from simpart.costmodels.learned._training import fit_family, trainable
+from simpart.costmodels.learned._training import fit_family, without_slow
 from simpart.errors import UnknownNameError
 from simpart.evaluation import Judged, join, size_classes
 from simpart.hardware import load_device
@@ -65,7 +65,7 @@ def judge_table(
     for label, left_out, kept in _parts(table, split):
         if split == "shipped":
             model = models.get(table.family)
-        elif len(learn := trainable(table.at(kept))) < 30 or not learn.devices():
+        elif len(learn := without_slow(table.at(kept))) < 30:
             model = None
         else:
             model = fit_family(learn, progress=lambda text, label=label: progress(f"{split} {label}, {text}"))  # type: ignore[misc]
@@ -80,8 +80,9 @@ def judge_table(
             sheet, _, widened = sheet_of(load_device(name), FAMILY_MODELS[table.family].dtype)
             if not floors and split != "shipped":
                 sheet = _without_floor(sheet)
-            answer = model.predict(Rows(op=op_codes(part.op), dims=part.dims, sheet=sheet), name)
-            predicted[rows] = np.exp(answer.log_seconds)
+            asked = Rows(op=op_codes(part.op), dims=part.dims, sheet=sheet)
+            answer, regime = model.predict(asked, name), regime_of(FAMILY_MODELS[table.family], asked)
+            predicted[rows] = np.exp(answer.log_seconds + model.software_offset(part.software, regime))
             log_sd[rows] = np.sqrt(answer.shared**2 + answer.own**2 + widened**2)
             status[rows] = answer.status
     regimes = np.full(count, "", dtype=object)

@@ -20,6 +20,13 @@ from simpart.costmodels.learned._attention import (
     attention_features,
     attention_seconds,
 )
+from simpart.costmodels.learned._grouped import (
+    GROUPED_CONSTANTS,
+    grouped_arithmetic_s,
+    grouped_bound_s,
+    grouped_features,
+    grouped_seconds,
+)
 from simpart.costmodels.learned._memory import MEMORY_OPS, memory_constants, memory_features, memory_seconds
 from simpart.costmodels.learned._sheet import Sheet
 from simpart.costmodels.learned._tile import TILE_CONSTANTS, product_bound_s, product_features, tile_seconds
@@ -148,20 +155,41 @@ def _convolution() -> Family:
 _WINOGRAD = 2.25  # multiplications that F(2×2, 3×3) saves (Lavin & Gray 2016): below the direct count is possible
 
 
-def _attention() -> Family:
+def _grouped(name: str, dtype: str) -> Family:
+    def seconds(by_clock: bool) -> Analytic:
+        return lambda constants, rows: grouped_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock)
+
     return Family(
-        name="attention16",
-        dtype="bfloat16",
+        name=name,
+        dtype=dtype,
+        dims=("pairs", "experts", "hidden", "inter", "matrices", "skew", "in_bytes", "out_bytes"),
+        constants=GROUPED_CONSTANTS,
+        variants=(seconds(True), seconds(False)),
+        bound_s=lambda rows: grouped_bound_s(rows.dims, rows.sheet),
+        arithmetic_s=lambda rows: grouped_arithmetic_s(rows.dims, rows.sheet),
+        features=lambda rows, analytic: grouped_features(rows.dims, rows.sheet, analytic),
+        smallest={"pairs": 1, "experts": 1, "hidden": 64, "inter": 64, "matrices": 3, "skew": 0, "in_bytes": 2,
+                  "out_bytes": 2},
+    )  # fmt: skip
+
+
+def _attention(name: str, dtype: str, in_bytes: float) -> Family:
+    def seconds(by_clock: bool) -> Analytic:
+        return lambda constants, rows: attention_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock)
+
+    return Family(
+        name=name,
+        dtype=dtype,
         dims=("batch", "seq", "heads", "kv_heads", "head_dim", "window", "causal", "in_bytes", "out_bytes"),
         constants=ATTENTION_CONSTANTS,
-        variants=(lambda constants, rows: attention_seconds(constants, rows.dims, rows.sheet),),
+        variants=(seconds(True), seconds(False)),
         bound_s=lambda rows: attention_bound_s(rows.dims, rows.sheet),
         arithmetic_s=lambda rows: attention_bound_s(
             rows.dims, Sheet(**{**_numbers(rows.sheet), "bandwidth": np.array([np.inf])})
         ),
         features=lambda rows, analytic: attention_features(rows.dims, rows.sheet, analytic),
         smallest={"batch": 1, "seq": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "window": 0, "causal": 1,
-                  "in_bytes": 2, "out_bytes": 2},
+                  "in_bytes": in_bytes, "out_bytes": 2},
     )  # fmt: skip
 
 
@@ -194,11 +222,16 @@ FAMILY_MODELS: Mapping[str, Family] = {
     for family in (
         _product("gemm16", "bfloat16", 2, 2),
         _product("gemm8", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
+        _product("gemm8block", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm4", "float4", 0.5625, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm32", "float32", 4, 4, timed_by_host=True),
         _product("bgemm32", "float32", 4, 4, timed_by_host=True),
         _convolution(),
-        _attention(),
+        _attention("attention16", "bfloat16", 2),
+        _attention("attention8", "float8", 1),
+        _grouped("moe16", "bfloat16"),
+        _grouped("moe8", "float8"),
+        _grouped("moe4", "float4"),
         _memory("memory32", "float32", 4, (25e-6, 0.5), timed_by_host=True),
         _memory("memory16", "float16", 2, (2.5e-6, 0.4), timed_by_host=False),
     )

@@ -18,10 +18,11 @@ from simpart.costmodels.learned._boost import Boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, regime_of
 from simpart.costmodels.learned._sheet import Sheet, distance
 
-__all__ = ["STATUSES", "FamilyModel", "Prediction", "Spreads"]
+__all__ = ["STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "software_keys"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Names = np.ndarray[tuple[int], np.dtype[np.object_]]
 
 STATUSES = ("seen", "sibling", "new", "far")
 SIBLING = 0.5
@@ -53,7 +54,9 @@ class Prediction:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyModel:
-    """What `train` learns about a family. `domain` is (least, most) of each dim; `sheets` those of trained devices."""
+    """What `train` learns about a family. `domain` is (least, most) of each dim; `sheets` those of trained devices.
+    `offsets`: software → regime → how much longer (in logs) it takes than the median software, on any device.
+    """
 
     family: str
     constants: tuple[Floats, ...]
@@ -62,6 +65,7 @@ class FamilyModel:
     domain: Mapping[str, tuple[float, float]]
     ops: tuple[str, ...] = ()
     weight: float = 0.5
+    offsets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     spreads: Spreads = field(default_factory=lambda: _PRIOR_SPREADS)
     facts: Mapping[str, object] = field(default_factory=dict)
 
@@ -126,6 +130,16 @@ class FamilyModel:
         widened = np.where(inside, 1.0, 1.5)
         return Prediction(log_seconds=logs, shared=shared, own=own * widened, status=status, inside=inside)
 
+    def software_offset(self, software: Names, regime: Ints) -> Floats:
+        """Log seconds that the software of each row adds; 0 for one that was never seen."""
+        found = np.zeros(len(software))
+        for name in set(software.tolist()):
+            known = next((self.offsets[key] for key in software_keys(name) if key in self.offsets), None)
+            if known is not None:
+                rows = software == name
+                found[rows] = np.array([known[r] for r in REGIMES])[regime[rows]]
+        return found
+
     def _from_one_kind(self, rows: Rows, analytic: Floats) -> Floats:
         """Trained on one kind of device: mean (in logs) of the core and of that device scaled by the roofline, since
         one errs high where the other errs low; the core alone unless both have stacked memory."""
@@ -140,6 +154,12 @@ class FamilyModel:
     def _spread(self, status: str, regime: Ints) -> tuple[Floats, Floats]:
         table = np.array([self.spreads[status][name] for name in REGIMES], dtype=np.float64)
         return table[regime, 0], table[regime, 1]
+
+
+def software_keys(software: str) -> tuple[str, ...]:
+    """What stands for a software, the more exact first: framework with kernel, framework."""
+    words = software.split(" ")
+    return (f"{words[0]} {words[-1]}", words[0]) if len(words) > 1 else (software,)
 
 
 def columns_of(

@@ -57,7 +57,7 @@ def judge(table: Measurements, sheets: Mapping[str, Sheet], rows: Rows | None) -
     return verdict
 
 
-_MAY_BE_ZERO = frozenset({"window", "causal", "reduces", "padding"})
+_MAY_BE_ZERO = frozenset({"window", "causal", "reduces", "padding", "skew"})
 
 
 def _slack(family: str) -> float:

@@ -103,7 +103,8 @@ def tile_seconds(
     traffic = traffic + np.where(split > 1.0, spilled * split, 0.0)
     most = np.maximum(np.maximum(compute_s, traffic), cached)
     bent = (compute_s / most) ** power + (traffic / most) ** power + (cached / most) ** power
-    return floor * (clocks if floor_in_clocks else 1.0) + overhead_s + most * bent ** (1.0 / power)
+    found: Floats = floor * (clocks if floor_in_clocks else 1.0) + overhead_s + most * bent ** (1.0 / power)
+    return found
 
 
 def product_features(dims: Dims, sheet: Sheet, analytic: Floats) -> list[Floats]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -11,20 +11,26 @@ import numpy as np
 from simpart.costmodels.learned._boost import fit_boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, op_codes, regime_of
 from simpart.costmodels.learned._fitting import fit_constants
-from simpart.costmodels.learned._measurements import Measurements
-from simpart.costmodels.learned._model import FamilyModel, Spreads, columns_of
+from simpart.costmodels.learned._measurements import Measurements, row_codes
+from simpart.costmodels.learned._model import FamilyModel, Spreads, columns_of, software_keys
 from simpart.costmodels.learned._sheet import Sheet, sheet_of, stack_sheets
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
 
-__all__ = ["HeldOut", "calibrated", "fit_family", "hold_out", "rows_of", "sheets_for", "train", "trainable"]
+__all__ = ["HeldOut", "calibrated", "errors_on", "fit_family", "rows_of", "sheets_for", "train", "trainable"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _PER_DEVICE = 350  # rows that fit the constants
-_TREE_ROWS = 6000  # and the trees
+_TREE_ROWS = 5000  # and the trees
 _PRIOR_SHARPENING = 3.0  # priors of constants are narrower than what single devices scatter by
 _Z90 = 1.645
+_QUICK = {"trees": 200, "depth": 6}
+_FULL = {"trees": 500, "depth": 7}
+_LEAST_TREES, _ROWS_PER_TREE = 40, 10
+_JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
+_SOFTWARE_ROWS = 20
 WEIGHTS = (0.0, 0.5, 1.0)
 SLOW_FLOOR_S = 10e-6
 
@@ -46,9 +52,15 @@ def rows_of(table: Measurements, sheets: Mapping[str, Sheet]) -> Rows:
 
 
 def train(
-    table: Measurements, *, seed: int = 0, residual: bool = True, prior_sharpening: float | None = None
+    table: Measurements,
+    *,
+    seed: int = 0,
+    residual: bool = True,
+    quick: bool = False,
+    prior_sharpening: float | None = None,
 ) -> FamilyModel:
-    """Fit constants, then trees on what they leave. `table` has one row per shape and device, cleaned.
+    """Fit constants, then trees on what they leave. `table` has one row per shape and device, cleaned. `quick` grows
+    fewer trees, enough to choose and to calibrate by.
 
     Raises UserError when there are fewer than 30 rows.
     """
@@ -83,7 +95,9 @@ def train(
     counts = {name: int((many.device == name).sum()) for name in many.devices()}
     weights = np.array([1.0 / counts[name] for name in many.device.tolist()])
     columns = columns_of(family, rows, analytic, rows.sheet)
-    boost = fit_boost(columns, np.log(many.latency_s) - analytic, weights, depth=6, trees=150, seed=seed)
+    size = _QUICK if quick else _FULL
+    trees = min(size["trees"], max(_LEAST_TREES, len(many) // _ROWS_PER_TREE))
+    boost = fit_boost(columns, np.log(many.latency_s) - analytic, weights, trees=trees, depth=size["depth"], seed=seed)
     return replace(model, boost=boost)
 
 
@@ -107,7 +121,8 @@ def _sample(table: Measurements, most: int, rng: np.random.Generator) -> np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Rows of a device that a model never saw: its status, log errors of the core, and what the trees would add."""
+    """Rows of a device that a model never saw: its status, log errors of the core and of the whole, and what the trees
+    would add."""
 
     status: str
     rows: Rows
@@ -119,28 +134,26 @@ class HeldOut:
 Progress = Callable[[str], None]
 
 
-def trainable(table: Measurements) -> Measurements:
-    """One row per shape and device; of attention the fastest software, since some of its rows hold more than one
-    kernel. Devices whose smallest kernel takes SLOW_FLOOR_S are left out: their software is of another class."""
+def without_slow(table: Measurements) -> Measurements:
+    """Without devices whose smallest kernel takes SLOW_FLOOR_S: their software is of another class."""
     slow = [name for name in table.devices() if (load_device(name).launch_floor_s or 0.0) > SLOW_FLOOR_S]
-    table = table.at(~np.isin(table.device.astype(str), slow))
-    if table.family == "attention16":
+    return table.at(~np.isin(table.device.astype(str), slow))
+
+
+def trainable(table: Measurements) -> Measurements:
+    """What the models learn: one row per shape and device, of attention and experts the fastest software that is not
+    Triton's (some of its rows hold more than one kernel), else the median."""
+    if table.family.startswith(("attention", "moe")):
         triton = np.array(["triton" in name for name in table.software.tolist()], dtype=bool)
-        return table.at(~triton & (table.dims["seq"] >= 64)).fastest_per_shape()
+        return table.at(~triton).fastest_per_shape()
     return table.median_per_shape()
 
 
-def hold_out(table: Measurements, device: str, *, seed: int = 0) -> HeldOut:
-    """Train on all devices but one and predict that one from its data sheet."""
-    model = train(table.at(table.device != device), seed=seed)
-    return errors_on(model, table.at(table.device == device), device)
-
-
 def errors_on(model: FamilyModel, test: Measurements, device: str) -> HeldOut:
-    """Errors of a model on rows of one device."""
+    """Errors of a model on rows of one device, software taken into account."""
     family = FAMILY_MODELS[model.family]
     rows = Rows(op=op_codes(test.op), dims=test.dims, sheet=sheets_for([device], family)[device])
-    truth = np.log(test.latency_s)
+    truth = np.log(test.latency_s) - model.software_offset(test.software, regime_of(family, rows))
     found, analytic = model.predict(rows, device), model.analytic(rows)
     return HeldOut(
         status=found.status,
@@ -152,31 +165,80 @@ def errors_on(model: FamilyModel, test: Measurements, device: str) -> HeldOut:
 
 
 def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambda text: None) -> FamilyModel:
-    """Train on all of a table; weight and spreads from leaving out each device, and a fifth of the shapes, in turn.
+    """Train on cleaned rows; weight and spreads from leaving out each device, and a fifth of the shapes, in turn.
 
     Everything that is chosen is chosen within `table`: to judge it, hold a device out of the table first.
     """
-    devices, held_out = table.devices(), {}
+    table = without_slow(table)
+    learn, few = trainable(table), _thinned(table, _JUDGED_ROWS, seed)
+    devices, held_out = learn.devices(), {}
     if len(devices) >= 3:
         for name in devices:
             progress(f"{table.family}: without {name}")
-            held_out[name] = hold_out(table, name, seed=seed)
-    progress(f"{table.family}: {len(table)} rows of {len(devices)} devices")
-    model = train(table, seed=seed)
-    fold = np.random.default_rng(seed).permutation(len(table)) % 5 == 0
-    known = train(table.at(~fold), seed=seed)
+            model = train(learn.at(learn.device != name), seed=seed, quick=True)
+            model = replace(model, offsets=software_offsets(model, few.at(few.device != name)))
+            held_out[name] = errors_on(model, few.at(few.device == name), name)
+    progress(f"{table.family}: {len(learn)} shapes of {len(devices)} devices")
+    model = train(learn, seed=seed)
+    model = replace(model, offsets=software_offsets(model, few))
+    shapes = row_codes([*learn.dims.values()])
+    fold = np.random.default_rng(seed).permutation(int(shapes.max()) + 1)[shapes] % 5 == 0
+    known = train(learn.at(~fold), seed=seed)
     for name in devices:
-        test = table.at(fold & (table.device == name))
+        test = learn.at(fold & (learn.device == name))
         if len(test) >= 30:
             held_out[f"{name} (unseen shapes)"] = errors_on(known, test, name)
-    return calibrated(model, held_out)
+    scatter = software_scatter(model, few)
+    facts = {**model.facts, "rows": len(table), "fingerprint": fingerprint(table)}
+    facts["rows_by_device"] = {name: int((table.device == name).sum()) for name in table.devices()}
+    return calibrated(replace(model, facts=facts), held_out, scatter)
 
 
-def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut]) -> FamilyModel:
+def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[str, float]]:
+    """Per software and regime the median log error of trained devices, each device counting once."""
+    seen: dict[str, dict[str, list[float]]] = {}
+    for software, regime, error in _errors_by_software(model, table):
+        for key in software_keys(software)[: 1 if "triton" in software else 2]:
+            for number, name in enumerate(REGIMES):
+                chosen = error[regime == number]
+                if len(chosen) >= _SOFTWARE_ROWS:
+                    seen.setdefault(key, {}).setdefault(name, []).append(float(np.median(chosen)))
+    found = {}
+    for key, regimes in seen.items():
+        typical = float(np.median([v for values in regimes.values() for v in values]))
+        found[key] = {n: float(np.median(regimes[n])) if n in regimes else typical for n in REGIMES}
+    return found
+
+
+def software_scatter(model: FamilyModel, table: Measurements) -> float:
+    """Log-sd of rows about their software's offset on trained devices, by the 90 % quantile."""
+    left = []
+    for software, regime, error in _errors_by_software(model, table):
+        left.append(error - model.software_offset(np.full(len(error), software, dtype=object), regime))
+    return float(np.quantile(np.abs(np.concatenate(left)), 0.9)) / _Z90
+
+
+def _errors_by_software(model: FamilyModel, table: Measurements) -> Iterator[tuple[str, Ints, Floats]]:
+    """(software, regimes, log of measured over predicted) of each device and software."""
+    family = FAMILY_MODELS[model.family]
+    for device in table.devices():
+        rows = table.at(table.device == device)
+        asked = Rows(op=op_codes(rows.op), dims=rows.dims, sheet=model.sheets[device])
+        error, regime = np.log(rows.latency_s) - model.predict(asked, device).log_seconds, regime_of(family, asked)
+        for software in dict.fromkeys(rows.software.tolist()):
+            mask = rows.software == software
+            yield software, regime[mask], error[mask]
+
+
+def _thinned(table: Measurements, most: int, seed: int) -> Measurements:
+    return table.at(_sample(table, most, np.random.default_rng(seed + 1)))
+
+
+def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: float = 0.0) -> FamilyModel:
     """The model with the weight of its residual and its spreads from errors on held-out devices.
 
     Rows of a device share its bias, so a device is one observation: the spread of a (status, regime) is that of the
-    worst device, and of all regimes together where a device has few rows.
+    worst device, and of all regimes together where a device has few rows. `scatter` is the least own log-sd.
     """
     family = FAMILY_MODELS[model.family]
     new = [h for h in held_out.values() if h.status == "new"]
@@ -189,38 +251,37 @@ def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut]) -> FamilyMod
     found: dict[str, dict[str, tuple[float, float]]] = {}
     errors_by_device = {}
     for device, held in held_out.items():
-        errors = held.analytic_error + weight * held.residual if held.status == "new" else held.error
+        error = held.analytic_error + weight * held.residual if held.status == "new" else held.error
         errors_by_device[device] = {
-            "status": held.status, "rows": len(errors), "mape": round(float(np.abs(np.expm1(errors)).mean()), 4),
-            "bias": round(float(np.expm1(np.median(errors))), 4),
+            "status": held.status, "rows": len(error), "mape": round(float(np.abs(np.expm1(error)).mean()), 4),
+            "median": round(float(np.median(np.abs(np.expm1(error)))), 4),
+            "bias": round(float(np.expm1(np.median(error))), 4),
         }  # fmt: skip
         regime = regime_of(family, held.rows)
         for number, name in enumerate(REGIMES):
-            chosen = errors[regime == number] if (regime == number).sum() >= 30 else errors
+            chosen = error[regime == number] if (regime == number).sum() >= 30 else error
             total = float(np.quantile(np.abs(chosen), 0.9)) / _Z90
             shared = min(abs(float(np.median(chosen))), 0.95 * total)
             old = found.setdefault(held.status, {}).get(name, (0.0, 0.0))
             if total > np.hypot(*old):
                 found[held.status][name] = (shared, float(np.sqrt(total**2 - shared**2)))
     facts = {**model.facts, "held_out": errors_by_device}
-    return replace(model, weight=weight, spreads=_completed(found, model.spreads), facts=facts)
+    return replace(model, weight=weight, spreads=_completed(found, model.spreads, scatter), facts=facts)
 
 
-def _completed(found: Mapping[str, Mapping[str, tuple[float, float]]], prior: Spreads) -> Spreads:
+def _completed(found: Mapping[str, Mapping[str, tuple[float, float]]], prior: Spreads, scatter: float) -> Spreads:
     """Every status: measured ones at least a share of the prior, since few devices were seen; a status that no held-out
-    device had takes that of the next nearer one, wider."""
+    device had takes the prior, a far one that of a new one, wider."""
     complete: dict[str, dict[str, tuple[float, float]]] = {}
     for status, least in (("seen", 0.5), ("sibling", 0.6), ("new", 0.5), ("far", 0.7)):
         source = found.get(status)
         if source is None and status == "far" and "new" in found:
             source = {name: (1.3 * shared, 1.1 * own) for name, (shared, own) in found["new"].items()}
-        if source is None:
-            complete[status] = dict(prior[status])
-            continue
+        source = source or prior[status]
         complete[status] = {
             name: (
                 max(source[name][0], least * prior[status][name][0]),
-                max(source[name][1], least * prior[status][name][1]),
+                max(source[name][1], least * prior[status][name][1], scatter),
             )
             for name in REGIMES
         }

@@ -125,7 +125,7 @@ def _draw(judged: Any, folder: Path) -> None:
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror}; give another --figures") from error
     devices = sorted(set(judged.groups["device"].tolist()))
-    error = judged.predicted_s / judged.measured_s - 1.0
+    off = judged.predicted_s / judged.measured_s - 1.0
     plot, axes = pyplot.subplots(figsize=(6, 6))
     for name in devices:
         mask = judged.groups["device"] == name
@@ -136,7 +136,7 @@ def _draw(judged: Any, folder: Path) -> None:
     plot.savefig(folder / "predicted_measured.png", dpi=120)
     pyplot.close(plot)
     plot, axes = pyplot.subplots(figsize=(7, 4))
-    axes.boxplot([np.clip(error[(judged.groups["device"] == n) & np.isfinite(error)], -1, 2) for n in devices], sym="")
+    axes.boxplot([np.clip(off[(judged.groups["device"] == n) & np.isfinite(off)], -1, 2) for n in devices], sym="")
     axes.set_xticks(range(1, len(devices) + 1), devices, rotation=30, ha="right", fontsize=7)
     axes.set(ylabel="predicted / measured - 1")
     axes.axhline(0, color="black", linewidth=0.5)

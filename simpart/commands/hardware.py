@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -171,7 +172,21 @@ def _device_table(device: Device) -> Table:
             table.add_row(name, _rounded(value, unit), sources.get(key, ""))
     if device.multiprocessors is not None:
         table.add_row("multiprocessors", str(device.multiprocessors), sources.get("multiprocessors", ""))
+    rows = _validated_rows(device.name)
+    words = ", ".join(f"{count} of {family}" for family, count in rows.items())
+    table.add_row("kernel models", f"validated on {sum(rows.values())} rows" if rows else "never validated", words)
     return table
+
+
+def _validated_rows(device: str) -> dict[str, int]:
+    """Rows of each family of kernels that the shipped models learned from on this device."""
+    from simpart.files import read_document
+
+    path = Path(__file__).parent.parent / "costmodels" / "artifacts" / "trained_on.json"
+    if not path.exists():
+        return {}
+    found: dict[str, int] = read_document(path, "simpart-trained-on", 1)["rows"].get(device, {})
+    return found
 
 
 def _devices(cluster: Cluster) -> str:

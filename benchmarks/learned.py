@@ -1,0 +1,227 @@
+"""Accuracy of the learned compute models on held-out devices, written as docs/accuracy.md.
+
+    python benchmarks/learned.py ../shared/data -o docs/accuracy.md
+
+Every figure comes from models refitted without the device it is about: constants, trees, the choice of how far the
+residual counts, software offsets and spreads. Takes about ten minutes on two idle cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from simpart.costmodels.learned._adapters import read_measurements
+from simpart.costmodels.learned._evaluating import _ratio, _roofline
+from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Rows, op_codes, regime_of
+from simpart.costmodels.learned._measurements import Measurements, concatenate
+from simpart.costmodels.learned._model import FamilyModel
+from simpart.costmodels.learned._sheet import sheet_of
+from simpart.costmodels.learned._training import errors_on, fit_family, sheets_for, train, trainable, without_slow
+from simpart.evaluation import Z90
+from simpart.files import write_atomically
+from simpart.hardware import load_device
+
+START = time.monotonic()
+NVIDIA = ("A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB", "L40S")
+INTRODUCTION = """# Accuracy of the learned compute models
+
+Written by `python benchmarks/learned.py ../shared/data -o docs/accuracy.md`. Every row is about a device that was left out
+whole: constants, trees, weight of the residual, software offsets and spreads were refitted without it, from its data
+sheet alone (measured launch floors included only where a column says so). Errors are |predicted / measured - 1|; the
+cleaning rules are those of `costmodels/learned/_rules.py`. "In 90 %" is the share of all single measurements (each
+software apart) inside the nominal 90 % interval, "± median" the median half-width of that interval.
+
+How a prediction is made: an analytic core with ten or so constants (tiles in waves for products, tile pairs for
+attention, bytes for the rest) times exp(weight · residual trees). A device near a trained one (`sibling`) takes that
+one's residual; on a `new` one the weight is what did best on held-out devices; a `far` one, 2.5 times beyond the
+trained peaks or bandwidths, gets the core alone.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("data", type=Path)
+    parser.add_argument("-o", "--output", type=Path)
+    parser.add_argument("--only", nargs="*", help="sections, by family")
+    options = parser.parse_args()
+    parts = [INTRODUCTION]
+    for family, text in sections(options.data / "ops", options.only):
+        say(f"{family} done")
+        parts.append(text)
+    parts.append(LIMITS)
+    document = "\n".join(parts)
+    if options.output:
+        write_atomically(options.output, document)
+    else:
+        print(document)
+
+
+def sections(ops: Path, only: Sequence[str] | None) -> Iterator[tuple[str, str]]:
+    products = tables(ops / "op_gemm_aic.parquet")
+    wanted = only or ("gemm16", "gemm8", "attention16", "neusight", "conv32", "memory16", "moe16")
+    if "gemm16" in wanted:
+        table = products["gemm16"].at(products["gemm16"].device != "Arc-Pro-B60")
+        yield "gemm16", "## bf16 products\n" + lodo(table, floors=True) + transfers(table) + unseen_shapes(table)
+    if "gemm8" in wanted:
+        yield "gemm8", "## fp8 products (per-tensor scales)\n" + lodo(without_slow(products["gemm8"]))
+    if "attention16" in wanted:
+        table = concatenate(
+            [tables(ops / f"op_attention_{kind}_aic.parquet")["attention16"] for kind in ("fwd", "encoder")]
+        )
+        table = without_slow(table)
+        yield "attention16", "## Attention, forward, bf16, causal and full, all lengths\n" + lodo(table)
+    if "neusight" in wanted:
+        found = tables(ops / "op_neusight.parquet")
+        for family, title in (("gemm32", "linear"), ("bgemm32", "bmm"), ("memory32", "elementwise, softmax, norms")):
+            yield family, f"## fp32 {title}, published split of NeuSight\n" + published(found[family])
+    if "conv32" in wanted:
+        yield "conv32", "## conv2d fp32\n" + lodo(tables(ops / "op_neusight_conv.parquet")["conv32"])
+    if "memory16" in wanted:
+        yield (
+            "memory16",
+            "## fp16 norms, activations, rope, add: one device from the other\n"
+            + lodo(tables(ops / "op_vidur_mlp.parquet")["memory16"]),
+        )
+    if "moe16" in wanted:
+        yield "moe16", "## Mixture of experts, bf16\n" + lodo(without_slow(tables(ops / "op_moe_aic.parquet")["moe16"]))
+
+
+def tables(path: Path) -> dict[str, Measurements]:
+    return {table.family: table for table in read_measurements(path).tables}
+
+
+HEAD = "| device | as | shapes | MAPE | median | bias | launch / memory / compute | core alone | in 90 % | ± median | roofline | ratio |"
+
+
+def lodo(table: Measurements, *, floors: bool = False) -> str:
+    head = HEAD + (" floor given |" if floors else "")
+    lines = [head, "|---" * (head.count("|") - 1) + "|"]
+    means = []
+    for name in table.devices():
+        say(f"{table.family} without {name}")
+        model = fit_family(table.at(table.device != name))
+        cells, error = judged(model, table, name)
+        if floors:
+            given = load_device(name).launch_floor_s
+            cells.append(percent(given_floor(model, table, name, given)) if given else "")
+        lines.append("| " + " | ".join(cells) + " |")
+        means.append(error)
+    lines.append(f"\nMean over devices: {percent(float(np.mean(means)))}.\n")
+    return "\n".join(lines) + "\n"
+
+
+def published(table: Measurements) -> str:
+    lines = [HEAD, "|---" * (HEAD.count("|") - 1) + "|"]
+    training = table.at(np.array([s.startswith("train") for s in table.split.tolist()], dtype=bool))
+    test = table.at(np.array([s == "test" for s in table.split.tolist()], dtype=bool))
+    means = []
+    for name in test.devices():
+        say(f"{table.family} without {name}")
+        cells, error = judged(fit_family(training.at(training.device != name)), test, name)
+        lines.append("| " + " | ".join(cells) + " |")
+        means.append(error)
+    lines.append(f"\nMean over devices: {percent(float(np.mean(means)))}.\n")
+    return "\n".join(lines) + "\n"
+
+
+def judged(model: FamilyModel, table: Measurements, device: str) -> tuple[list[str], float]:
+    """Cells of one row: shapes judged as the models learn them, intervals on every measurement."""
+    family = FAMILY_MODELS[table.family]
+    learn = trainable(table)
+    mine = learn.device == device
+    part = learn.at(mine)
+    rows = Rows(op=op_codes(part.op), dims=part.dims, sheet=sheets_for([device], family)[device])
+    found = model.predict(rows, device)
+    error = np.exp(found.log_seconds) / part.latency_s - 1
+    core = np.exp(model.analytic(rows)) / part.latency_s - 1
+    regime = regime_of(family, rows)
+    by = [percent(np.abs(error[regime == i]).mean()) if (regime == i).any() else "-" for i in range(len(REGIMES))]
+    every = table.at(table.device == device)
+    asked = Rows(op=op_codes(every.op), dims=every.dims, sheet=rows.sheet)
+    answer = model.predict(asked, device)
+    offset = model.software_offset(every.software, regime_of(family, asked))
+    half = Z90 * np.hypot(answer.shared, answer.own)
+    inside = np.abs(answer.log_seconds + offset - np.log(every.latency_s)) <= half
+    sheets = {n: sheet_of(load_device(n), family.dtype)[0] for n in learn.devices()}
+    roofline = _roofline(learn, sheets)
+    ratio = (_ratio(learn, sheets, roofline) / learn.latency_s - 1)[mine]
+    cells = [
+        device, found.status, str(len(part)), percent(np.abs(error).mean()), percent(np.median(np.abs(error))),
+        percent(np.median(error)), " / ".join(by), percent(np.abs(core).mean()), percent(inside.mean()),
+        percent(np.median(np.expm1(half))), percent(np.abs(roofline / learn.latency_s - 1)[mine].mean()),
+        percent(np.nanmean(np.abs(ratio))) if np.isfinite(ratio).any() else "-",
+    ]  # fmt: skip
+    return cells, float(np.abs(error).mean())
+
+
+def given_floor(model: FamilyModel, table: Measurements, device: str, floor_s: float) -> float:
+    part = trainable(table.at(table.device == device))
+    sheet = sheets_for([device], FAMILY_MODELS[table.family])[device]
+    rows = Rows(op=op_codes(part.op), dims=part.dims, sheet=replace(sheet, floor_s=np.array([floor_s])))
+    return float(np.abs(np.exp(model.predict(rows, device).log_seconds) / part.latency_s - 1).mean())
+
+
+def transfers(table: Measurements) -> str:
+    """From one measured device to another."""
+    learn = trainable(table)
+    lines = ["### From one measured device only\n", "| pair | MAPE | roofline ratio |", "|---|---|---|"]
+    sheets = {n: sheet_of(load_device(n), "bfloat16")[0] for n in learn.devices()}
+    for source, goal in (
+        ("A100", "H100"),
+        ("H100", "H200"),
+        ("H100", "B200"),
+        ("A100", "B200"),
+        ("H100", "L40S"),
+        ("H100", "A100"),
+    ):
+        one, other = (next(n for n in NVIDIA if n.startswith(name)) for name in (source, goal))
+        model = train(learn.at(learn.device == one))
+        error = errors_on(model, learn.at(learn.device == other), other).error
+        pair = learn.at((learn.device == one) | (learn.device == other))
+        ratio = (_ratio(pair, sheets, _roofline(pair, sheets)) / pair.latency_s - 1)[pair.device == other]
+        lines.append(
+            f"| {source} → {goal} | {percent(np.abs(np.expm1(error)).mean())} | {percent(np.nanmean(np.abs(ratio)))} |"
+        )
+    return "\n".join(lines) + "\n\n"
+
+
+def unseen_shapes(table: Measurements) -> str:
+    """Trained devices, shapes that were not trained on (a fifth of them held back)."""
+    model = fit_family(table)
+    held: Any = model.facts["held_out"]
+    lines = [
+        "### Seen device, unseen shapes (random fifth; beside the tables above, not instead)\n",
+        "| device | MAPE | median |",
+        "|---|---|---|",
+    ]
+    for name, row in held.items():
+        if row["status"] == "seen":
+            lines.append(
+                f"| {name.removesuffix(' (unseen shapes)')} | {percent(row['mape'])} | {percent(row['median'])} |"
+            )
+    return "\n".join(lines) + "\n\n"
+
+
+def percent(value: float | np.floating[Any]) -> str:
+    return f"{100 * float(value):.1f}"
+
+
+def say(text: str) -> None:
+    print(f"{text}, {time.monotonic() - START:.0f} s", file=sys.stderr, flush=True)
+
+
+LIMITS = """## What limits these figures, and what was tried
+
+LIMITS_TEXT
+"""
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,316 @@
+"""Learned compute models: cores against simpler counts, trees against a plain loop, and what must always hold."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from simpart.cost import PROVENANCES, Signature, SignatureTable, TensorForm
+from simpart.costmodels.learned import Learned, shipped_models
+from simpart.costmodels.learned._adapters import device_named, import_frame
+from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_models
+from simpart.costmodels.learned._attention import attention_flops
+from simpart.costmodels.learned._boost import Boost, fit_boost
+from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
+from simpart.costmodels.learned._fitting import fit_constants
+from simpart.costmodels.learned._sheet import distance, sheet_of
+from simpart.costmodels.learned._training import fit_family, train
+from simpart.costmodels.roofline import physical_bound_s
+from simpart.errors import FormatError
+from simpart.hardware import Device, load_device
+
+pd = pytest.importorskip("pandas")
+
+A100 = load_device("a100")
+
+
+def form(*shape: int, dtype: str = "bfloat16") -> TensorForm:
+    return TensorForm(shape, dtype, tuple(range(len(shape))))
+
+
+def mm(m: int, k: int, n: int, dtype: str = "bfloat16") -> Signature:
+    return Signature("aten.mm.default", (form(m, k, dtype=dtype), form(k, n, dtype=dtype)), (form(m, n, dtype=dtype),))
+
+
+def frame(devices: dict[str, float], count: int = 120, seed: int = 0) -> Any:
+    """Products whose latency is a multiple of the roofline and a floor, per device."""
+    rng = np.random.default_rng(seed)
+    sizes = 2 ** rng.integers(5, 13, (count, 3))
+    sizes[:, 0] = 16 + 24 * rng.permutation(count)
+    rows = []
+    for name, factor in devices.items():
+        device = load_device(name)
+        for m, n, k in sizes.tolist():
+            bound = max(
+                2 * m * n * k / device.peak("bfloat16"), 2 * (m * k + n * k + m * n) / device.memory_bytes_per_s
+            )
+            rows.append((name, "fw", "1", "lib", "bfloat16", m, n, k, 1e3 * (3e-6 + factor * bound), "made up"))
+    columns = ["system", "fw", "fw_version", "kernel_source", "dtype", "m", "n", "k", "latency_ms", "source"]
+    return pd.DataFrame(rows, columns=columns)
+
+
+# --- pieces -----------------------------------------------------------------------------------------------------------
+def test_trees_predict_what_a_plain_loop_does() -> None:
+    rng = np.random.default_rng(0)
+    columns = rng.normal(size=(4, 300)).astype(np.float32)
+    boost = fit_boost(columns, np.sin(columns[0]).astype(float) + columns[1], np.ones(300), trees=20, depth=3)
+    slow = np.zeros(300)
+    for features, thresholds, leaves in zip(boost.features, boost.thresholds, boost.leaves, strict=True):
+        for row in range(300):
+            code = sum(
+                int(columns[f, row] > t) << bit for bit, (f, t) in enumerate(zip(features, thresholds, strict=True))
+            )
+            slow[row] += leaves[code]
+    assert boost.predict(columns) == pytest.approx(slow, abs=1e-5)
+
+
+def test_trees_learn_and_repeat() -> None:
+    rng = np.random.default_rng(1)
+    columns = rng.uniform(-1, 1, size=(3, 2000)).astype(np.float32)
+    target = np.where(columns[0] > 0.2, 1.0, -1.0) * (columns[2] > -0.5)
+    one, other = (fit_boost(columns, target, np.ones(2000), trees=100, depth=3, seed=7) for _ in range(2))
+    assert np.abs(one.predict(columns) - target).mean() < 0.1
+    assert one.leaves.tobytes() == other.leaves.tobytes()
+
+
+def test_constants_come_back_from_rows_made_with_them() -> None:
+    x = np.linspace(1, 50, 400)
+    truth = np.log([3.0, 0.5])
+    found = fit_constants(
+        lambda c: np.log(np.exp(c[0]) + np.exp(c[1]) * x),
+        np.log(3.0 + 0.5 * x),
+        np.log([1.0, 1.0]),
+        np.array([1.0, 1.0]),
+    )
+    assert found == pytest.approx(truth, abs=0.05)
+
+
+def test_causal_attention_counts_the_pairs_under_the_diagonal() -> None:
+    sizes = {"batch": 2, "seq": 5, "heads": 3, "head_dim": 8, "window": 0, "causal": 1}
+    dims = {name: np.array([float(value)]) for name, value in sizes.items()}
+    pairs = sum(1 for i in range(5) for j in range(5) if j <= i)
+    assert attention_flops(dims)[0] == 4 * 2 * 3 * 8 * pairs
+    windowed = {**dims, "window": np.array([2.0])}
+    assert attention_flops(windowed)[0] == 4 * 2 * 3 * 8 * sum(1 for i in range(5) for j in range(5) if i - 2 < j <= i)
+
+
+@pytest.mark.parametrize("name", FAMILY_MODELS)
+def test_no_analytic_core_beats_the_roofline_by_much_or_shrinks_with_a_slower_device(name: str) -> None:
+    family = FAMILY_MODELS[name]
+    constants = np.log([c for c, _ in family.constants.values()])
+    fixed = {
+        "in_bytes",
+        "out_bytes",
+        "causal",
+        "kernel",
+        "stride",
+        "element_bytes",
+        "matrices",
+        "skew",
+        "reduces",
+        "window",
+    }
+    big = {k: np.array([v * (1.0 if k in fixed else 64.0)]) for k, v in family.smallest.items()}
+    slow = replace(A100, memory_bytes_per_s=A100.memory_bytes_per_s / 2,
+                   peak_flops_per_s=tuple((d, r / 2) for d, r in A100.peak_flops_per_s))  # fmt: skip
+    for variant in family.variants:
+        fast_s, slow_s = (
+            variant(constants, Rows(op=np.zeros(1, dtype=np.int64), dims=big, sheet=sheet_of(d, family.dtype)[0]))[0]
+            for d in (A100, slow)
+        )
+        assert np.isfinite(fast_s)
+        assert 0 < fast_s <= slow_s * 1.001
+
+
+def test_a_sheet_says_what_it_assumes() -> None:
+    bare = Device(name="bare", kind="gpu", memory_bytes=2**34, memory_bytes_per_s=1e12,
+                  peak_flops_per_s=(("float32", 1e13),), kernel_launch_s=5e-6)  # fmt: skip
+    sheet, assumed, widened = sheet_of(bare, "bfloat16")
+    assert set(assumed) == {"multiprocessors", "clock_hz", "l2_bytes", "power_w"}
+    assert widened > 0.15
+    assert sheet_of(A100, "bfloat16")[1:] == ({}, 0.0)
+    assert distance(sheet, sheet) == 0
+
+
+# --- data -------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("spelling", "name"),
+    [("a100_sxm (p4de)", "A100-SXM-80GB"), ("NVIDIA H100 80GB HBM3", "H100-SXM-80GB"), ("Tesla T4", "T4"),
+     ("b300_sxm", "B300-SXM-270GB"), ("AMD_Instinct_MI210", "MI210"), ("unheard of", None)],
+)  # fmt: skip
+def test_devices_are_found_by_the_spellings_of_data_files(spelling: str, name: str | None) -> None:
+    assert device_named(spelling) == name
+
+
+def test_bad_rows_are_left_out_and_counted() -> None:
+    table = frame({"a100_sxm": 2.0, "h100_sxm": 2.0}, 50)
+    table.loc[0, "latency_ms"] = 0.0
+    table.loc[1, "latency_ms"] = -1.0
+    table.loc[2, "latency_ms"] = float("nan")
+    table.loc[3, "latency_ms"] = 1e-9
+    table.loc[4, "system"] = "unheard of"
+    table.loc[5, "dtype"] = "int3"
+    table = pd.concat([table, table.iloc[[10]]], ignore_index=True)
+    found = import_frame(table)
+    fast = found.refused.get("beyond_peak", 0) + found.refused.get("warm_cache", 0)
+    assert {**found.refused, "beyond_peak": fast, "warm_cache": 0} == {
+        "unusable": 3, "unknown_device": 1, "no_model_of_this_op_or_dtype": 1, "duplicate": 1, "beyond_peak": 1,
+        "warm_cache": 0,
+    }  # fmt: skip
+    assert sum(len(t) for t in found.tables) + sum(found.refused.values()) == len(table)
+
+
+def test_a_group_in_another_unit_is_found() -> None:
+    table = frame({"a100_sxm": 2.0, "h100_sxm": 2.0, "l40s": 2.0}, 60)
+    table.loc[table.system == "l40s", "latency_ms"] *= 1000
+    assert import_frame(table).refused == {"unit_mistake": 60}
+
+
+def test_missing_columns_are_named() -> None:
+    with pytest.raises(FormatError, match=r"experts: .*products: latency_ms"):
+        import_frame(frame({"a100_sxm": 2.0}, 3).drop(columns="latency_ms"), "x.csv")
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def made() -> Any:
+    table = import_frame(frame({"a100_sxm": 1.5, "h100_sxm": 1.5, "h200_sxm": 1.5, "l40s": 1.5}, 150)).tables[0]
+    return table, train(table, quick=True)
+
+
+def test_a_model_knows_how_a_device_stands_to_the_trained_ones(made: Any) -> None:
+    _, model = made
+    sheet = {name: sheet_of(load_device(name), "bfloat16")[0] for name in ("a100", "b200", "l4", "h200")}
+    assert model.status("A100-SXM-80GB", sheet["a100"]) == "seen"
+    assert model.status("other name", sheet["h200"]) == "sibling"
+    assert model.status("L4", sheet["l4"]) in ("far", "new")
+    assert model.status("x", sheet_of(replace(A100, memory_bytes_per_s=1e14), "bfloat16")[0]) == "far"
+
+
+def test_a_far_device_gets_the_analytic_core_alone(made: Any) -> None:
+    table, model = made
+    device = replace(A100, memory_bytes_per_s=1e14)
+    part = table.at(table.device == "A100-SXM-80GB")
+    rows = Rows(op=np.zeros(len(part), dtype=np.int64), dims=part.dims, sheet=sheet_of(device, "bfloat16")[0])
+    found = model.predict(rows, "x", floor_s=3e-6)
+    assert found.status == "far"
+    assert found.log_seconds == pytest.approx(model.analytic(rows, 3e-6))
+
+
+def test_a_measured_floor_is_what_the_smallest_kernel_takes(made: Any) -> None:
+    _, model = made
+    family = FAMILY_MODELS["gemm16"]
+    dims = {name: np.array([float(v)]) for name, v in family.smallest.items()}
+    rows = Rows(op=np.zeros(1, dtype=np.int64), dims=dims, sheet=sheet_of(load_device("b60"), "bfloat16")[0])
+    assert np.exp(model.analytic(rows, 30e-6))[0] == pytest.approx(30e-6, rel=0.02)
+
+
+def test_fitting_twice_writes_the_same_bytes_and_reads_back(made: Any, tmp_path: Path) -> None:
+    table, _ = made
+    small = table.at(np.arange(len(table)) % 4 == 0)
+    for name in ("a.npz", "b.npz"):
+        save_models(tmp_path / name, {"gemm16": fit_family(small)})
+    assert (tmp_path / "a.npz").read_bytes() == (tmp_path / "b.npz").read_bytes()
+    model = load_models(tmp_path / "a.npz")["gemm16"]
+    assert set(model.facts["held_out"]) >= {"A100-SXM-80GB", "L40S"}  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda raw: b"",
+        lambda raw: raw[: len(raw) // 2],
+        lambda raw: b"hello",
+        lambda raw: raw[:3000] + b"x" + raw[3001:],
+    ],
+)
+def test_a_damaged_artifact_is_refused_in_one_line(damage: Callable[[bytes], bytes], tmp_path: Path) -> None:
+    path = tmp_path / "models.npz"
+    path.write_bytes(damage(SHIPPED.read_bytes()))
+    with pytest.raises(FormatError, match=r"models\.npz.*simpart fit") as caught:
+        load_models(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_foreign_artifact_is_refused(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", header=np.frombuffer(json.dumps({"kind": "other"}).encode(), dtype=np.uint8))
+    with pytest.raises(FormatError, match="is a other, not simpart-compute-models"):
+        load_models(tmp_path / "x.npz")
+
+
+# --- as a cost model --------------------------------------------------------------------------------------------------
+def single(*shape: int) -> TensorForm:
+    return form(*shape, dtype="float32")
+
+
+HEADS = form(2, 16, 1024, 64)
+FLASH = "aten._scaled_dot_product_flash_attention"
+SIGNATURES = (
+    mm(4096, 4096, 4096), mm(1, 64, 64), mm(512, 1024, 256, "float32"),
+    Signature("aten.bmm.default", (form(8, 64, 32), form(8, 32, 64)), (form(8, 64, 64),)),
+    Signature(f"{FLASH}.default", (HEADS,) * 3, (HEADS,),
+              '{"positional":[{"tensor":0},{"tensor":1},{"tensor":2},0.0,true],"named":{}}'),
+    Signature(f"{FLASH}_backward.default", (HEADS,) * 5, (HEADS,) * 3),
+    Signature("aten.native_layer_norm.default", (single(4096, 1024), single(1024)), (single(4096, 1024),)),
+    Signature("aten.add.Tensor", (form(4096, 1024), form(4096, 1024)), (form(4096, 1024),)),
+    Signature("aten.convolution.default", (single(8, 64, 56, 56), single(64, 64, 3, 3)), (single(8, 64, 56, 56),)),
+    Signature("simpart.optimizer.adamw", (single(1024, 1024),) * 4, (single(1024, 1024),) * 3),
+    Signature("aten.view.default", (form(4, 4),), (form(4, 4),), view=True),
+    Signature("aten.mm.default", (form(0, 4), form(4, 4)), (form(0, 4),)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["a100", "h100", "b300", "l4", "t4", "mi210", "rtx-pro-6000", "cpu"])
+def test_every_signature_has_an_estimate_above_the_physical_bound(name: str) -> None:
+    device = load_device(name)
+    found = Learned().estimate(SignatureTable(SIGNATURES), device)
+    bound = np.array([physical_bound_s(s, device) for s in SIGNATURES])
+    assert (found.mean_s >= 0.999 * bound).all()
+    assert np.isfinite(found.mean_s).all()
+    assert (found.shared_log_sd >= 0).all()
+    assert found.mean_s[10] == 0
+
+
+def test_provenance_tells_trained_devices_and_transferred_kernels() -> None:
+    def names(device: str) -> list[str]:
+        return [PROVENANCES[i] for i in Learned().estimate(SignatureTable(SIGNATURES), load_device(device)).provenance]
+
+    assert names("a100")[0] == "interpolated"
+    assert names("b300")[0] == "extrapolated"
+    assert names("a100")[5] == "analytic"  # the backward of attention was never measured
+    assert names("cpu")[0] == "analytic"
+
+
+def test_a_thin_data_sheet_widens_the_interval() -> None:
+    table = SignatureTable(SIGNATURES[:1])
+    thin = replace(load_device("b300"), name="thin", clock_hz=None, l2_bytes=None)
+    full = replace(load_device("b300"), name="full")
+    narrow, wide = (Learned().estimate(table, device) for device in (full, thin))
+    assert wide.shared_log_sd[0] > narrow.shared_log_sd[0]
+
+
+def test_estimates_need_neither_torch_nor_sklearn_nor_numba() -> None:
+    code = (
+        "import sys; from simpart.costmodels.learned import Learned, shipped_models; shipped_models();"
+        "from simpart.cost import SignatureTable; from simpart.hardware import load_device;"
+        "Learned().estimate(SignatureTable(()), load_device('a100'));"
+        "print([m for m in ('torch', 'sklearn', 'numba', 'pandas', 'scipy') if m in sys.modules])"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    )
+
+
+def test_shipped_models_say_what_they_were_trained_on() -> None:
+    for model in shipped_models().values():
+        assert model.facts["rows"]
+        assert len(str(model.facts["fingerprint"])) == 16
+        assert isinstance(model.boost, Boost)
