@@ -16,7 +16,7 @@ from typing import Any
 from simpart.errors import UserError
 from simpart.hardware import load_cluster
 from simpart.hardware_profiles._environment import local_environment
-from simpart.hardware_profiles._profile_ops import Progress, start_worker, stop_workers
+from simpart.hardware_profiles._profile_ops import Progress, how_ended, start_worker, stop_workers
 from simpart.hardware_profiles._store import LinkRecord, Samples, Store
 
 __all__ = ["SIZES", "LinksProfile", "profile_links"]
@@ -86,7 +86,7 @@ def profile_links(
             try:
                 for rank in range(world):
                     workers.append(start_worker("_links_worker", {**job, "rank": rank}, partial(_put, answers, rank)))
-                for line in _lines(answers, timeout_s + 60):
+                for line in _lines(answers, workers, timeout_s + 60):
                     content = json.loads(line)
                     if not content:
                         break
@@ -120,7 +120,7 @@ def _put(answers: queue.Queue[tuple[int, str]], rank: int, line: str) -> None:
     answers.put((rank, line))
 
 
-def _lines(answers: queue.Queue[tuple[int, str]], patience_s: float) -> Any:
+def _lines(answers: queue.Queue[tuple[int, str]], workers: Sequence[subprocess.Popen[str]], patience_s: float) -> Any:
     """Lines of rank 0, until the caller has enough; raises UserError when a process ends or all are silent too long."""
     while True:
         try:
@@ -128,5 +128,7 @@ def _lines(answers: queue.Queue[tuple[int, str]], patience_s: float) -> Any:
         except queue.Empty:
             raise UserError(f"processes that measure links said nothing for {patience_s:.0f} s; try again") from None
         if not line:
-            raise UserError(f"process {rank} that measures links ended early; its message stands above")
+            raise UserError(
+                f"process {rank} that measures links {how_ended(workers[rank])}; try again"
+            )
         yield line

@@ -151,21 +151,26 @@ class _Run:
         try:
             for i in range(processes):
                 workers.append(start_worker("_replay", {**job, "worker": i}, partial(_put, answers, i)))
-            self._collect(answers, processes, deadline)
+            self._collect(answers, workers, deadline)
         except KeyboardInterrupt:
             self.interrupted = True
         finally:
             stop_workers(workers)
 
-    def _collect(self, answers: queue.Queue[tuple[int, str]], processes: int, deadline: float | None) -> None:
-        running = processes
+    def _collect(
+        self, answers: queue.Queue[tuple[int, str]], workers: Sequence[subprocess.Popen[str]], deadline: float | None
+    ) -> None:
+        running = processes = len(workers)
         while running and (deadline is None or time.monotonic() < deadline):
             try:
                 worker, line = answers.get(timeout=0.1)
             except queue.Empty:
                 continue
             if not line:
-                raise UserError(f"profiling worker {worker} ended before its work was done; its message stands above")
+                raise UserError(
+                    f"profiling worker {worker} {how_ended(workers[worker])} before its work was done; what was "
+                    "measured is kept and the same command continues"
+                )
             content = json.loads(line)
             row = content["row"]
             if row is None:
@@ -221,6 +226,17 @@ def start_worker(module: str, job: dict[str, Any], on_line: Callable[[str], None
         process.stdin.write(json.dumps(job) + "\n")
         process.stdin.flush()
     return process
+
+
+def how_ended(worker: subprocess.Popen[str]) -> str:
+    """Words for the end of a process that closed its output."""
+    try:
+        status = worker.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        return "fell silent"
+    if status < 0:
+        return f"was killed by signal {-status} ({'memory may have run out' if status == -9 else 'not by simpart'})"
+    return f"ended with exit status {status} (its message stands above)"
 
 
 def stop_workers(workers: Sequence[subprocess.Popen[str]]) -> None:

@@ -314,6 +314,9 @@ def main() -> None:
             last = row
         except UnsupportedError as error:
             answer({"row": row, "why": str(error)})
+        except (MemoryError, RuntimeError, TypeError, ValueError) as error:  # its tensors are too large, for example
+            reason = (str(error).splitlines() or [type(error).__name__])[0]
+            answer({"row": row, "why": f"{signatures[row].target} cannot be replayed: {reason}"})
     answer({"row": None})
     while last is not None and not stop.is_set():
         bench.seconds(signatures[last], 1, 0.0)
