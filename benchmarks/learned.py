@@ -33,8 +33,8 @@ START = time.monotonic()
 NVIDIA = ("A100-SXM-80GB", "H100-SXM-80GB", "H200-SXM-141GB", "B200-SXM-180GB", "L40S")
 INTRODUCTION = """# Accuracy of the learned compute models
 
-Written by `python benchmarks/learned.py ../shared/data -o docs/accuracy.md`. Every row is about a device that was left out
-whole: constants, trees, weight of the residual, software offsets and spreads were refitted without it, from its data
+Written by `python benchmarks/learned.py ../shared/data -o docs/accuracy.md`. Every row is about a device that was left
+out whole: constants, trees, weight of the residual, software offsets and spreads were refitted without it, from its data
 sheet alone (measured launch floors included only where a column says so). Errors are |predicted / measured - 1|; the
 cleaning rules are those of `costmodels/learned/_rules.py`. "In 90 %" is the share of all single measurements (each
 software apart) inside the nominal 90 % interval, "± median" the median half-width of that interval.
@@ -98,7 +98,10 @@ def tables(path: Path) -> dict[str, Measurements]:
     return {table.family: table for table in read_measurements(path).tables}
 
 
-HEAD = "| device | as | shapes | MAPE | median | bias | launch / memory / compute | core alone | in 90 % | ± median | roofline | ratio |"
+HEAD = (
+    "| device | as | shapes | MAPE | median | bias | launch / memory / compute | core alone | in 90 % | ± median "
+    "| roofline | ratio |"
+)
 
 
 def lodo(table: Measurements, *, floors: bool = False) -> str:

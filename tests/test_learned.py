@@ -21,6 +21,7 @@ from simpart.costmodels.learned._attention import attention_flops
 from simpart.costmodels.learned._boost import Boost, fit_boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._fitting import fit_constants
+from simpart.costmodels.learned._records import import_kernels, read_trace
 from simpart.costmodels.learned._sheet import distance, sheet_of
 from simpart.costmodels.learned._training import fit_family, train
 from simpart.costmodels.roofline import physical_bound_s
@@ -177,6 +178,49 @@ def test_a_group_in_another_unit_is_found() -> None:
 def test_missing_columns_are_named() -> None:
     with pytest.raises(FormatError, match=r"experts: .*products: latency_ms"):
         import_frame(frame({"a100_sxm": 2.0}, 3).drop(columns="latency_ms"), "x.csv")
+
+
+def test_a_profiler_trace_becomes_measurements(tmp_path: Path) -> None:
+    def op(number: int, name: str, dims: list[list[int]], kind: str) -> dict[str, Any]:
+        return {
+            "cat": "cpu_op",
+            "name": name,
+            "args": {"External id": number, "Input Dims": dims, "Input type": [kind] * 2},
+        }
+
+    def kernel(number: int, microseconds: float) -> dict[str, Any]:
+        return {"cat": "kernel", "name": "k", "dur": microseconds, "args": {"External id": number}}
+
+    half = "c10::BFloat16"
+    events = [
+        *(op(1, "aten::mm", [[512, 256], [256, 128]], half), kernel(1, 12.5)),
+        *(op(2, "aten::sort", [[9]], "float"), kernel(2, 3.0)),
+        *(op(3, "aten::mm", [[8, 8], [8, 8]], half), kernel(3, 1.0), kernel(3, 1.0)),
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"deviceProperties": [{"name": "NVIDIA A100-SXM4-80GB"}], "traceEvents": events}))
+    found = read_trace(path)
+    (table,) = found.tables
+    assert (table.family, table.device[0]) == ("gemm16", "A100-SXM-80GB")
+    assert table.latency_s[0] == pytest.approx(12.5e-6)
+    assert [table.dims[d][0] for d in "mnk"] == [512, 128, 256]
+    assert (found.rows, found.refused) == (3, {"no_model_of_this_op_or_dtype": 2})
+    path.write_text(json.dumps({"deviceProperties": [{"name": "toaster"}], "traceEvents": []}))
+    with pytest.raises(FormatError, match="recorded on 'toaster'"):
+        read_trace(path)
+
+
+def test_kernels_of_a_profile_become_measurements() -> None:
+    found = import_kernels("profiles", [(mm(64, 32, 16), "a100", 5e-6, "torch"), (mm(64, 32, 16), "?", 5e-6, "")], "x")
+    assert found.refused == {"unknown_device": 1}
+    assert [found.tables[0].dims[d][0] for d in "mnk"] == [64, 16, 32]
+
+
+def test_tables_of_the_package_keep_their_own_column_names() -> None:
+    table = frame({"a100_sxm": 2.0}, 20).rename(
+        columns={"fw": "framework", "dtype": "gemm_dtype", "latency_ms": "latency"}
+    )
+    assert len(import_frame(table).tables[0]) == 20
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

@@ -76,6 +76,7 @@ def read_measurements(path: Path | str) -> Imported:
 
 def import_frame(frame: pd.DataFrame, name: str = "table") -> Imported:
     """As `read_measurements`, from a table in memory."""
+    frame = _renamed(frame)
     columns = set(frame.columns)
     found = [kind for kind in KINDS if kind.columns <= columns and kind.accepts(frame)]
     if not found:
@@ -95,6 +96,19 @@ def import_frame(frame: pd.DataFrame, name: str = "table") -> Imported:
     if left:
         refused["no_model_of_this_op_or_dtype"] += left
     return Imported(kind=kind.name, tables=tuple(tables), rows=len(frame), refused=dict(refused))
+
+
+def _renamed(frame: pd.DataFrame) -> pd.DataFrame:
+    """Tables as they lie in the package aiconfigurator-core, with the column names of the shared data files."""
+    if "latency" not in frame.columns or "framework" not in frame.columns:
+        return frame
+    return frame.rename(columns={old: new for old, new in _PACKAGE_NAMES.items() if new not in frame.columns})
+
+
+_PACKAGE_NAMES = {
+    "framework": "fw", "version": "fw_version", "device": "system", "latency": "latency_ms", "gemm_dtype": "dtype",
+    "isl": "seq_len", "num_key_value_heads": "num_kv_heads", "moe_dtype": "dtype",
+}  # fmt: skip
 
 
 def cleaned(table: Measurements) -> tuple[Measurements, dict[str, int]]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 from simpart.costmodels.learned._adapters import import_frame, read_measurements
 from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_models
 from simpart.costmodels.learned._evaluating import judge_import
-from simpart.costmodels.learned._measurements import Measurements, concatenate
+from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate
 from simpart.costmodels.learned._model import FamilyModel
+from simpart.costmodels.learned._records import read_profiles, read_trace
 from simpart.costmodels.learned._training import fit_family
 from simpart.errors import FormatError, UserError
 from simpart.evaluation import Judged
@@ -56,7 +57,7 @@ def fit(
     files: dict[str, Any] = {}
     for path in _files(sources):
         progress(f"reading {path.name}")
-        found = read_measurements(path)
+        found = _read(path)
         files[path.name] = {"rows": found.rows, "left_out": dict(found.refused)}
         for table in found.tables:
             if table.family not in _HELD_BACK.get(path.stem, ()):
@@ -71,6 +72,15 @@ def fit(
         raise UserError(f"nothing to fit: no family of {', '.join(sorted(tables)) or 'the files'} has 30 rows or more")
     save_models(output or SHIPPED, models)
     return models, files
+
+
+def _read(path: Path) -> Imported:
+    """A table, a profile store or a trace, told by the ending of its name."""
+    if path.suffix == ".jsonl":
+        return read_profiles(path)
+    if path.suffix in (".json", ".gz"):
+        return read_trace(path)
+    return read_measurements(path)
 
 
 def _files(sources: Sequence[str]) -> list[Path]:

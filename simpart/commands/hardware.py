@@ -172,9 +172,9 @@ def _device_table(device: Device) -> Table:
             table.add_row(name, _rounded(value, unit), sources.get(key, ""))
     if device.multiprocessors is not None:
         table.add_row("multiprocessors", str(device.multiprocessors), sources.get("multiprocessors", ""))
-    rows = _validated_rows(device.name)
-    words = ", ".join(f"{count} of {family}" for family, count in rows.items())
-    table.add_row("kernel models", f"validated on {sum(rows.values())} rows" if rows else "never validated", words)
+    trained = _validated_rows(device.name)
+    words = ", ".join(f"{count} of {family}" for family, count in trained.items())
+    table.add_row("kernel models", f"validated on {sum(trained.values())} rows" if trained else "never validated", words)
     return table
 
 
