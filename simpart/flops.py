@@ -131,6 +131,13 @@ def _product(first: int) -> Formula:
     return formula
 
 
+def _grouped(arguments: Any, outputs: Sequence[Shape], recomputing: bool) -> int:
+    """Products of experts that share the rows, the columns or the terms: together as one product over all."""
+    a: Shape = arguments[0]
+    b: Shape = arguments[1]
+    return 2 * (prod(a[1:]) if len(a) > len(b) else prod(a)) * b[-1]
+
+
 def _outer(arguments: Any, outputs: Sequence[Shape], recomputing: bool) -> int:
     return 2 * prod(outputs[0])
 
@@ -189,6 +196,7 @@ _FORMULAS: dict[str, Formula] = {
         ("mm", "bmm", "_int_mm", "_scaled_mm", "mv", "dot", "vdot", "linear", "mkldnn_linear"), _product(0)
     ),
     **dict.fromkeys(("addmm", "baddbmm", "addmv", "_addmm_activation"), _product(1)),
+    "_grouped_mm": _grouped,
     "outer": _outer,
     **dict.fromkeys(("convolution", "_convolution", "convolution_overrideable"), _convolution),
     "convolution_backward": _convolution_backward,

@@ -1,8 +1,8 @@
 """Captured graphs kept in the user's cache folder, so that a model is captured once.
 
 An entry is found by everything a capture depends on: the model, precision, micro-batches, the versions of torch and of
-the file format, the code that captures, and for a user's factory the sources of all its modules. SIMPART_NO_CACHE=1
-switches it off.
+the file format, the code that captures, for a user's factory the sources of all its modules, and for a Hugging Face
+configuration what is in it. SIMPART_NO_CACHE=1 switches it off.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from simpart.files import dump_json, read_document, write_document
 from simpart.graph import Graph
 from simpart.graph_format import GRAPH_VERSION, graph_from_json, graph_to_json
 from simpart.model_spec import ModelFactory, UserFactory
+from simpart.zoo.hf import HFFactory
 
 __all__ = ["cache_folder", "captured"]
 
@@ -86,6 +87,7 @@ def _key(factory: ModelFactory, precision: str, micro_batches: Sequence[int], fu
         importlib.metadata.version("torch"),
         [_digest(path) for path in own],
         None if module is None else [str(module.resolve()), _digest(module)],
+        factory.digest if isinstance(factory, HFFactory) else None,
     ]
     return hashlib.sha256(dump_json(parts).encode()).hexdigest()[:40]
 

@@ -1,4 +1,5 @@
-"""MODEL texts: `gpt:layers=24,hidden=1024`, `package.module:factory`, or a .graph file. Parsing imports no torch.
+"""MODEL texts: `gpt:layers=24,hidden=1024`, `package.module:factory`, `hf:config.json`, or a .graph file. Parsing
+imports no torch.
 
 A factory is called with a micro-batch size and returns the module, whose forward returns the scalar loss, and its
 example inputs as a tuple. Importing a user's module happens only when its factory is called.
@@ -19,8 +20,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpart.errors import FormatError, UnknownNameError, UnsupportedError, UserError
+from simpart.errors import FormatError, UnknownNameError, UserError
 from simpart.zoo import MODELS, Dims, ZooFactory
+from simpart.zoo.hf import HFFactory, parse_hf
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +34,7 @@ __all__ = ["ModelFactory", "UserFactory", "canonical", "load_graph_or_model", "p
 
 _FORMS = (
     "a zoo model such as gpt:layers=24,hidden=1024,heads=16 "
-    f"(known: {', '.join(sorted(MODELS))}), package.module:factory or a .graph file"
+    f"(known: {', '.join(sorted(MODELS))}), package.module:factory, hf:config.json or a .graph file"
 )
 
 
@@ -43,10 +45,7 @@ def parse_model(text: str) -> ModelFactory:
     if name in MODELS:
         return ZooFactory(name, _dims(name, rest) if colon else MODELS[name][0]())
     if name == "hf":
-        raise UnsupportedError(
-            "hf: models are not read yet; write a function that returns the Hugging Face module (wrapped to return "
-            "its loss) and its inputs, and give it as package.module:factory"
-        )
+        return parse_hf(rest)
     if re.fullmatch(r"[^\W\d][\w.]*:[^\W\d]\w*", text) and not _like_zoo(name):
         return UserFactory(name, rest)
     if text.endswith(".graph"):
@@ -54,7 +53,7 @@ def parse_model(text: str) -> ModelFactory:
     if not text:
         raise UserError(f"the model is empty; give {_FORMS}")
     if "=" in rest or not re.search(r"[./\\]", name):
-        raise UnknownNameError("model", name, [*MODELS, "package.module:factory"])
+        raise UnknownNameError("model", name, [*MODELS, "hf:config.json", "package.module:factory"])
     raise UserError(f"a model is {_FORMS}; got {text!r}")
 
 
@@ -239,7 +238,7 @@ class UserFactory:
         return checked
 
 
-ModelFactory = ZooFactory | UserFactory
+ModelFactory = ZooFactory | UserFactory | HFFactory
 
 
 @contextmanager

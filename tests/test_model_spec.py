@@ -66,7 +66,7 @@ def test_a_canonical_text_means_itself(text: str) -> None:
         ("resnet50:blocks=3,4", "dims of resnet50 are written"),
         ("resnet50:blocks=a", "blocks must be counts with dashes between, got blocks=a"),
         ("gpt:hidden=10,heads=3", "heads must divide hidden, got heads=3, hidden=10; try heads=2 or heads=5"),
-        ("hf:gpt2", "hf: models are not read yet"),
+        ("hf:gpt2", "hf: takes a config.json or its folder and downloads nothing, there is no gpt2"),
         ("none.graph", "cannot read none.graph: there is no such file"),
         ("a/b", "a model is a zoo model such as"),
     ],

@@ -21,6 +21,7 @@ from simpart.testing.tdl_suite import (
     check_blocks,
     check_call,
     check_split,
+    grouped_product,
     seeded,
     tensors_for,
 )
@@ -83,6 +84,15 @@ def test_a_local_call_can_be_split_again(target: str) -> None:
             tensors = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in local.inputs]
             if not split.masked:
                 check_call(type(case)(local, tensors), 2, generator)
+
+
+def test_the_grouped_product_written_out_is_that_of_torch() -> None:
+    a, b, c, d = (torch.randn(shape) for shape in ((16, 8), (4, 8, 12), (16, 12), (4, 4, 16)))
+    ends = torch.tensor([3, 3, 9, 16], dtype=torch.int32)
+    for left, right, offsets in ((a, b, ends), (a.t(), c, ends), (d, a, torch.tensor([2, 2, 5, 8], dtype=torch.int32))):
+        found = torch.ops.aten._grouped_mm(left, right, offsets)
+        torch.testing.assert_close(found, grouped_product(left, right, offsets), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(torch.ops.aten._grouped_mm(d, d.transpose(1, 2)), grouped_product(d, d.transpose(1, 2)))
 
 
 # --- the check must be able to fail ----------------------------------------------------------------------------------

@@ -47,9 +47,18 @@ SMALL: list[tuple[str, Dims]] = [
     (
         "two_tower",
         TwoTowerDims(
-            image=16, patch=8, image_layers=2, image_hidden=32, image_heads=4, seq=10, vocab=61, text_layers=1,
-            text_hidden=24, text_heads=3, embed=20,
-        ),  # fmt: skip
+            image=16,
+            patch=8,
+            image_layers=2,
+            image_hidden=32,
+            image_heads=4,
+            seq=10,
+            vocab=61,
+            text_layers=1,
+            text_hidden=24,
+            text_heads=3,
+            embed=20,
+        ),
     ),
 ]
 each = pytest.mark.parametrize(("name", "dims"), SMALL)
@@ -89,7 +98,7 @@ def test_loss_of_a_random_model_is_near_that_of_a_guess_and_reaches_every_parame
     module = factory.build()
     loss = module(*factory.inputs(2, torch.Generator().manual_seed(0)))
     loss.backward()
-    choices = 2 if isinstance(dims, TwoTowerDims) else getattr(dims, "vocab", None) or getattr(dims, "classes", 0)
+    choices: int = 2 if isinstance(dims, TwoTowerDims) else getattr(dims, "vocab", 0) or getattr(dims, "classes", 0)
     guess = math.log(choices) + (math.log(2) if isinstance(dims, BERTDims) else 0)
     assert loss.shape == ()
     assert abs(loss.item() - guess) < 2.5

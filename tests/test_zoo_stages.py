@@ -18,7 +18,7 @@ SMALL = {
     "text_layers=2,text_hidden=24,text_heads=3,embed=20",
     "wide_resnet": "wide_resnet:factor=1,image=32,classes=7",
 }
-SLOW = {"wide_resnet", "t5"}
+SLOW = {"wide_resnet", "t5", "two_tower"}
 
 
 def check_random_cut(model: str) -> None:

@@ -202,6 +202,14 @@ def norm(x: Tensor, order: Any = 2, dims: Any = None, keepdim: bool = False, **_
     return _along(x, dims, keepdim)
 
 
+@describe("aten.histc")
+def histogram(x: Tensor, bins: int = 100, low: Any = 0, high: Any = 0) -> Any:
+    """Counts add up, where the bounds of the bins do not come from the data."""
+    if low == high:
+        return lambda b: opaque(x[(ALL,) * x.rank])[b]
+    return lambda b: Sum(lambda *t: opaque(x[t])[b], extents=x.shape)
+
+
 # --- along one dim, same size ----------------------------------------------------------------------------------------
 def scan(linear: bool = False, outputs: int = 1) -> Callable[..., Any]:
     """A kernel whose results along `dim` depend on all of that dim."""

@@ -44,9 +44,17 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
 
 
 @describe("aten._grouped_mm")
-def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor, *_: Any) -> Any:
-    """Rows of `a`, sorted by expert, times the expert's matrix: which rows is data, so rows are not cut."""
-    return lambda t, j: Sum(lambda k: some(a[:, k])[t] * some(b[:, k, j]) * opaque(offsets[:])[t])
+def grouped_mm(a: Tensor, b: Tensor, offsets: Tensor | None = None, *_: Any) -> Any:
+    """A product for each expert. Where the experts' rows, columns or terms are runs of one dim that end at `offsets`,
+    their bounds are data: that dim and the experts are not cut."""
+    if offsets is None:
+        return lambda e, i, j: Sum(lambda k: a[e, i, k] * b[e, k, j])
+    bounds = opaque(offsets[:])
+    if b.rank == 3:  # runs of rows
+        return lambda t, j: Sum(lambda k: some(a[:, k])[t] * some(b[:, k, j]) * bounds[t])
+    if a.rank == 3:  # runs of columns
+        return lambda i, t: Sum(lambda k: some(a[:, i, k]) * some(b[k, :])[t] * bounds[t])
+    return lambda e, i, j: some(a[i, :])[e] * some(b[:, j])[e] * bounds[e]
 
 
 # --- convolution -----------------------------------------------------------------------------------------------------

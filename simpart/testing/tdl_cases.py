@@ -47,7 +47,6 @@ NOT_RUN: Mapping[str, str] = {
     "aten._adaptive_avg_pool3d_backward": "as _adaptive_avg_pool2d_backward",
     "aten.upsample_nearest3d": "as upsample_nearest2d",
     "aten._fused_rms_norm_backward": "has no CPU kernel: the joint graph holds its pieces",
-    "aten._grouped_mm": "the CPU kernel takes bfloat16 only",
 }
 """Described operators without a random case, and why."""
 
@@ -259,6 +258,24 @@ def _backward(d: Draw) -> Any:
 
 
 add(convolution=_forward, convolution_backward=_backward)
+
+
+def _grouped(d: Draw) -> tuple[Any, ...]:
+    """Runs of rows, of columns, of terms, or none: as many as experts, some of them empty."""
+    experts, m, k, n = d.sizes(4)
+    form = d.pick("rows", "columns", "terms", "batch")
+    ends = torch.sort(d.whole({"rows": m, "columns": n, "terms": k}.get(form, 1) + 1, experts)).values.int()
+    if form == "rows":
+        ends[-1] = m
+        return d.real(m, k), d.real(experts, k, n), ends
+    if form == "columns":
+        ends[-1] = n
+        return d.real(experts, m, k), d.real(k, n), ends
+    ends[-1] = k
+    return (d.real(experts, m, k), d.real(experts, k, n)) if form == "batch" else (d.real(m, k), d.real(k, n), ends)
+
+
+add(_grouped_mm=_grouped)
 
 
 def _attention(d: Draw) -> tuple[list[Any], dict[str, Any]]:
@@ -524,6 +541,7 @@ add(
     std_mean__correction=_spread,
     linalg_vector_norm=lambda d: (lambda x, dims, keep: (x, 2, dims, keep))(*_reduced(d)),
     norm__ScalarOpt_dim=lambda d: (lambda x, dims, keep: (x, 2, dims, keep))(*_reduced(d)),
+    histc=lambda d: (d.real(d.size()), d.size(), *d.pick((0, 0), (-1, 1), (-0.5, 2))),
     cumsum=lambda d: _one(d)[:2],
     cumprod=lambda d: _one(d)[:2],
     logcumsumexp=lambda d: _one(d)[:2],

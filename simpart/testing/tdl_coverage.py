@@ -29,6 +29,12 @@ ZOO: Mapping[str, str] = {
     "llama": "llama:layers=4,hidden=1024,heads=16,kv_heads=4,ffn=2816,seq=1024,vocab=32000",
     "resnet50": "resnet50",
     "unet": "unet",
+    "bert": "bert:layers=4,hidden=1024,heads=16,ffn=4096",
+    "t5": "t5:layers=4",
+    "moe": "moe:layers=4,hidden=1024,heads=16,kv_heads=4,ffn=3584,seq=1024",
+    "wide_resnet": "wide_resnet:factor=4",
+    "lstm": "lstm:seq=20",
+    "two_tower": "two_tower:image_layers=4,text_layers=4",
 }
 """Models of the table, at dimensions where time is where it usually is."""
 

@@ -22,7 +22,17 @@ from simpart.tdl import Call, Split, local_call, splits_following, splits_of
 from simpart.tdl.layout import chunk
 from simpart.testing.tdl_exchange import EXCHANGED
 
-__all__ = ["Case", "Failure", "call_of", "check_blocks", "check_call", "check_split", "run_kernel", "tensors_for"]
+__all__ = [
+    "Case",
+    "Failure",
+    "call_of",
+    "check_blocks",
+    "check_call",
+    "check_split",
+    "grouped_product",
+    "run_kernel",
+    "tensors_for",
+]
 
 Tensors = list[torch.Tensor]
 RANDOM = {"rand", "randn", "randint", "rand_like", "randn_like", "bernoulli", "empty", "empty_like", "new_empty",
@@ -70,6 +80,8 @@ def run_kernel(call: Call, tensors: Sequence[torch.Tensor]) -> Tensors:
     """The real kernel on these tensors; floating-point dtypes in its arguments become float64."""
     if call.target.startswith("simpart."):
         return _update(call, tensors)
+    if call.target.startswith("aten._grouped_mm"):
+        return [grouped_product(*tensors)]
     namespace, name, overload = call.target.split(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), name), overload)
 
@@ -94,6 +106,19 @@ def run_kernel(call: Call, tensors: Sequence[torch.Tensor]) -> Tensors:
     found = operator(*(decode(item) for item in content["positional"]), **named)
     outputs = [found] if isinstance(found, torch.Tensor) else list(found)
     return [t for t in outputs if isinstance(t, torch.Tensor)]
+
+
+def grouped_product(a: torch.Tensor, b: torch.Tensor, offsets: torch.Tensor | None = None) -> torch.Tensor:
+    """`_grouped_mm` written out, for it has no float64 kernel."""
+    if offsets is None:
+        return a @ b
+    ends = offsets.tolist()
+    runs = [slice(first, last) for first, last in zip([0, *ends], ends, strict=False)]
+    if a.dim() == b.dim() == 2:
+        return torch.stack([a[:, run] @ b[run] for run in runs])
+    if b.dim() == 3:
+        return torch.cat([a[run] @ b[e] for e, run in enumerate(runs)])
+    return torch.cat([a[e] @ b[:, run] for e, run in enumerate(runs)], dim=1)
 
 
 def _update(call: Call, tensors: Sequence[torch.Tensor]) -> Tensors:

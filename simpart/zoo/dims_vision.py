@@ -89,6 +89,7 @@ class UNetDims:
         up = sum(4 * i * o + o + double(2 * o, o) for o, i in pairwise(self.widths))
         return down + up + (self.base + 1) * self.classes
 
+
 WIDE_BLOCKS = {50: (3, 4, 6, 3), 101: (3, 4, 23, 3), 152: (3, 8, 36, 3)}
 """Blocks of each stage by depth: He et al., "Deep Residual Learning for Image Recognition" (2016), table 1."""
 

@@ -65,9 +65,7 @@ def images(
     return pixels, integers(dims.classes, (micro_batch, *labels), generator)
 
 
-def pairs(
-    dims: TwoTowerDims, micro_batch: int, generator: torch.Generator | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pairs(dims: TwoTowerDims, micro_batch: int, generator: torch.Generator | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Pixels (b, 3, image, image) and the text of each image (b, seq)."""
     pixels = reals((micro_batch, 3, dims.image, dims.image), generator)
     return pixels, integers(dims.vocab, (micro_batch, dims.seq), generator)
