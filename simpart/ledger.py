@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 from simpart.cost import PROVENANCES, Estimate
+from simpart.hardware import Device
 from simpart.pricing import Amount
 from simpart.program import Spread
 
-__all__ = ["Ledger", "Priced", "priced_rows"]
+__all__ = ["ClassCost", "Ledger", "Priced", "class_cost", "moving", "priced_rows"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 ANALYTIC = PROVENANCES.index("analytic")
@@ -25,6 +27,41 @@ class Priced(NamedTuple):
     shared_log_sd: float
     own_log_sd: float
     provenance: int
+
+
+MOVING_LOG_SD = 0.3
+"""Spread of times estimated as bytes over memory bandwidth. Assumption."""
+
+
+def moving(seconds: float, device: Device) -> Priced:
+    """Time estimated as bytes over memory bandwidth."""
+    return Priced(seconds, f"{device.name}: moving bytes", MOVING_LOG_SD, 0.0, ANALYTIC)
+
+
+class ClassCost(NamedTuple):
+    """What one task of a class takes and of what that consists: amounts with their place, priced things with how often
+    they happen, and fixed time. Own errors of classes with equal `source` are one error; `inside` are seconds of
+    collectives by axis."""
+
+    seconds: float
+    amounts: tuple[tuple[Amount, str], ...]
+    priced: tuple[tuple[Priced, float], ...]
+    fixed_s: float
+    source: str
+    inside: tuple[tuple[str, float], ...]
+
+
+def class_cost(
+    source: str,
+    amounts: Iterable[tuple[Amount, str]] = (),
+    priced: Iterable[tuple[Priced, float]] = (),
+    fixed_s: float = 0.0,
+    inside: Iterable[tuple[str, float]] = (),
+) -> ClassCost:
+    """A ClassCost with its sum."""
+    kept, rows = tuple(amounts), tuple(priced)
+    seconds = sum(float(amount.seconds[0]) for amount, _ in kept) + sum(row.seconds * times for row, times in rows)
+    return ClassCost(seconds + fixed_s, kept, rows, fixed_s, source, tuple(inside))
 
 
 def priced_rows(estimate: Estimate, place: str) -> list[Priced]:
@@ -55,30 +92,22 @@ class Ledger:
         self.sources: dict[str, int] = {"": 0}
         self.own_source = np.zeros(classes, dtype=np.int64)
 
-    def add_amount(self, row: int, amount: Amount, place: str) -> None:
-        """An Amount of one row, on the device named `place`."""
-        self.total[row] += amount.seconds[0]
-        self.by_provenance[row] += amount.by_provenance[0]
-        self.own_variance[row] += amount.own_variance[0]
-        for family, seconds, sd in zip(amount.families, amount.by_family[0], amount.shared_log_sd, strict=True):
-            if seconds:
-                self._factor(f"{place}: {family}", row, float(seconds), float(sd))
-
-    def add_priced(self, row: int, priced: Priced, times: float = 1.0) -> None:
-        """A priced thing that happens `times` times; its own error is the same each time."""
-        seconds = priced.seconds * times
-        self.total[row] += seconds
-        self.by_provenance[row, priced.provenance] += seconds
-        self.own_variance[row] += (seconds * priced.own_log_sd) ** 2
-        self._factor(priced.factor, row, seconds, priced.shared_log_sd)
-
-    def add_fixed(self, row: int, seconds: float) -> None:
-        """Time without spread or provenance: overheads."""
-        self.total[row] += seconds
-
-    def errs_with(self, row: int, source: str) -> None:
-        """Own errors of all classes with this source are one error: they run the same kernels."""
-        self.own_source[row] = self.sources.setdefault(source, len(self.sources))
+    def add(self, row: int, cost: ClassCost) -> None:
+        """The cost of one class. A priced thing's own error is the same each time it happens; fixed time has neither
+        spread nor provenance."""
+        self.total[row] += cost.seconds
+        for amount, place in cost.amounts:
+            self.by_provenance[row] += amount.by_provenance[0]
+            self.own_variance[row] += amount.own_variance[0]
+            for family, seconds, sd in zip(amount.families, amount.by_family[0], amount.shared_log_sd, strict=True):
+                if seconds:
+                    self._factor(f"{place}: {family}", row, float(seconds), float(sd))
+        for priced, times in cost.priced:
+            seconds = priced.seconds * times
+            self.by_provenance[row, priced.provenance] += seconds
+            self.own_variance[row] += (seconds * priced.own_log_sd) ** 2
+            self._factor(priced.factor, row, seconds, priced.shared_log_sd)
+        self.own_source[row] = self.sources.setdefault(cost.source, len(self.sources))
 
     def _factor(self, name: str, row: int, seconds: float, sd: float) -> None:
         self.by_factor[name][row] += seconds

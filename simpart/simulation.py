@@ -11,18 +11,20 @@ import numpy as np
 from simpart.cost import PROVENANCES
 from simpart.describe import human_bytes
 from simpart.engines import Peaks, Times, compiled, replay, task_name
+from simpart.engines.levels import peak_bytes
 from simpart.errors import UserError
+from simpart.layout import Variant
 from simpart.limits import bottleneck, limits_of
-from simpart.lowering import lower
+from simpart.lowering import Costed, lower, lowering_of
 from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.program import MEMORY_KINDS, Durations, Program, Spread, StepFacts, Topology
+from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas, Program, Spread, StepFacts, Topology
 from simpart.schedule import Rows, Schedule, check_rows
 from simpart.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
 
 __all__ = [
-    "Evaluation", "MemoryRow", "SimResult", "chain_times", "evaluate", "makespan", "peak_in_flight", "sample_steps", "simulate",
-    "simulate_plan",
+    "Evaluation", "MemoryRow", "SimResult", "chain_times", "evaluate", "makespan", "peak_in_flight", "sample_steps",
+    "simulate", "simulate_plan",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -113,8 +115,14 @@ def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
         )
     times, held = replay(program, engine)
     step_s = times.makespan_s + facts.overhead_s
-    rows = tuple(_memory_row(program, facts, times, held, g) for g in range(program.topology.groups))
-    why = _why_infeasible(facts, rows)
+    rows = tuple(_memory_row(program.topology, facts, times, held, g) for g in range(program.topology.groups))
+    over = [row.device_bytes - row.capacity_bytes for row in rows]
+    worst = rows[int(np.argmax(over))]
+    why = ""
+    if max(over) > 0:
+        device, misfits = facts.device_names[worst.group], sum(o > 0 for o in over)
+        kinds = held.by_kind[worst.group]
+        why = _why_infeasible(worst.stages, device, worst.device_bytes, max(over), kinds, misfits - 1)
     low, high = np.quantile(sample_steps(program.topology, program.durations, spread, facts), [0.05, 0.95])
     return SimResult(
         step_s=step_s,
@@ -134,34 +142,48 @@ def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
 
 
 def evaluate(problem: Problem, plans: Sequence[Plan]) -> list[Evaluation]:
-    """Step time and feasibility of each plan; those with a common topology are replayed as one batch."""
-    programs = [lower(problem, plan) for plan in plans]
-    batches: dict[int, list[int]] = {}
-    for i, program in enumerate(programs):
-        batches.setdefault(id(program.topology), []).append(i)
-    steps = np.zeros(len(plans))
-    for members in batches.values():
-        durations = np.stack([programs[i].durations.task_s for i in members])
-        steps[members] = compiled.makespans(programs[members[0]].topology, durations)
-    found = []
-    for program, seconds in zip(programs, steps.tolist(), strict=True):
-        facts = program.facts
-        assert facts is not None  # lower gives them
-        held = compiled.peaks(program.topology, program.memory)
-        rows = [_memory_row(program, facts, None, held, g) for g in range(program.topology.groups)]
-        why = _why_infeasible(facts, rows)
-        peak = max(row.device_bytes for row in rows)
-        found.append(
-            Evaluation(step_s=seconds + facts.overhead_s, peak_bytes=peak, feasible=not why, why_infeasible=why)
-        )
-    return found
+    """Step time and feasibility of each plan, equal to those of `simulate_plan`; those with a common topology are
+    replayed as one batch. Transfers that can never wait for their link are replayed as delays."""
+    lowering = lowering_of(problem)
+    batches: dict[Topology, list[tuple[int, Costed, MemoryDeltas, tuple[Variant, ...]]]] = {}
+    for i, plan in enumerate(plans):
+        costed = lowering.cost(plan)
+        topology = lowering.topology(plan, costed, "lags" if costed.exact else "tasks")
+        batches.setdefault(topology, []).append((i, costed, *lowering.memory(plan, costed, topology)))
+    found: dict[int, Evaluation] = {}
+    for topology, members in batches.items():
+        seconds = np.stack([costed.seconds for _, costed, _, _ in members])
+        first = 4 * len(plans[members[0][0]].stages)
+        edges = len(members[0][1].layout.edges)
+        lags = seconds[:, first : first + 2 * edges] if edges else None
+        steps = compiled.makespans(topology, seconds, lags) + problem.costs.step_overhead_s
+        rooms = [lowering.footprints.room(variants) for *_, variants in members]
+        factor, reserved, capacity = (np.stack(column) for column in zip(*rooms, strict=True))
+        allocated = np.rint(peak_bytes(topology, [memory for _, _, memory, _ in members]))
+        device = np.rint(allocated * factor) + reserved
+        over = device - capacity
+        worst, misfits = over.argmax(axis=1).tolist(), (over > 0).sum(axis=1).tolist()
+        peak = device.max(axis=1).tolist()
+        for row, (i, costed, memory, variants) in enumerate(members):
+            why = ""
+            if misfits[row]:
+                g = worst[row]
+                kinds = compiled.peaks(topology, memory, g).by_kind[0]
+                stages = tuple(s for s, held in enumerate(costed.layout.holders) if g in held)
+                why = _why_infeasible(
+                    stages, variants[g].device.name, int(device[row, g]), int(over[row, g]), kinds, misfits[row] - 1
+                )
+            found[i] = Evaluation(
+                step_s=float(steps[row]), peak_bytes=int(peak[row]), feasible=not why, why_infeasible=why
+            )
+    return [found[i] for i in range(len(plans))]
 
 
 def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds > 0 else 0.0
 
 
-def _memory_row(program: Program, facts: StepFacts, times: Times | None, held: Peaks, g: int) -> MemoryRow:
+def _memory_row(topology: Topology, facts: StepFacts, times: Times | None, held: Peaks, g: int) -> MemoryRow:
     allocated, task = round(float(held.bytes[g])), int(held.task[g])
     reserved = round(allocated * facts.allocator_factor[g])
     kinds = {kind: round(float(size)) for kind, size in zip(MEMORY_KINDS, held.by_kind[g], strict=True)}
@@ -174,25 +196,22 @@ def _memory_row(program: Program, facts: StepFacts, times: Times | None, held: P
         device_bytes=reserved + facts.reserved_bytes[g],
         capacity_bytes=facts.capacity_bytes[g],
         by_kind=kinds,
-        at="" if task < 0 else task_name(program.topology, task),
+        at="" if task < 0 else task_name(topology, task),
         at_s=0.0 if task < 0 or times is None else float(times.start_s[task]),
     )
 
 
-def _why_infeasible(facts: StepFacts, rows: Sequence[MemoryRow]) -> str:
-    """Empty where all fits; else the stage that is furthest over its device's memory and what fills it."""
-    worst = max(rows, key=lambda row: row.device_bytes - row.capacity_bytes)
-    over = worst.device_bytes - worst.capacity_bytes
-    if over <= 0:
-        return ""
-    largest = max(worst.by_kind, key=lambda kind: worst.by_kind[kind])
-    names = ", ".join(map(str, worst.stages))
-    subject = f"stage {names} needs" if len(worst.stages) == 1 else f"stages {names} need"
-    others = sum(row.device_bytes > row.capacity_bytes for row in rows) - 1
+def _why_infeasible(
+    stages: Sequence[int], device: str, device_bytes: int, over: int, by_kind: Floats, others: int
+) -> str:
+    """The stages that are furthest over their device's memory and what fills it; `others` are groups over theirs."""
+    largest = int(np.argmax(np.rint(by_kind)))
+    names = ", ".join(map(str, stages))
+    subject = f"stage {names} needs" if len(stages) == 1 else f"stages {names} need"
     more = f"; nor do {others} other groups fit" if others > 1 else "; nor does another group fit" if others else ""
     return (
-        f"{subject} {human_bytes(worst.device_bytes)}, {human_bytes(over)} more than {facts.device_names[worst.group]} "
-        f"has; most of it {largest} ({human_bytes(worst.by_kind[largest])}){more}"
+        f"{subject} {human_bytes(device_bytes)}, {human_bytes(over)} more than {device} has; most of it "
+        f"{MEMORY_KINDS[largest]} ({human_bytes(round(float(by_kind[largest])))}){more}"
     )
 
 

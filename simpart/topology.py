@@ -14,12 +14,13 @@ from simpart.program import TaskKind, Topology
 from simpart.schedule import Action, Overlapped, Rows, Schedule, grid
 
 __all__ = [
-    "Reduction", "Shape", "StageEdge", "build_topology", "class_of_action", "class_of_reduction", "class_of_send",
-    "class_of_update", "topology_of",
+    "Reduction", "Shape", "StageEdge", "Transfers", "build_topology", "class_of_action", "class_of_reduction",
+    "class_of_send", "class_of_update", "topology_of",
 ]  # fmt: skip
 
 Ints = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 INDEX = np.int32
+Transfers = Literal["tasks", "lags"]
 NONE = np.zeros(0, dtype=np.int64)
 KINDS = "FBIW"
 """Actions by the number of their `TaskKind`."""
@@ -52,7 +53,7 @@ class Shape:
     schedule: Schedule
     micro_batches: int
     edges: tuple[StageEdge, ...]
-    transfers: Literal["tasks", "lags"] = "tasks"
+    transfers: Transfers = "tasks"
     reductions: tuple[Reduction, ...] = ()
     optimizer: bool = False
 
@@ -110,18 +111,32 @@ def actions_of(shape: Shape) -> Actions:
             np.put_along_axis(kind, at, number, axis=1)
             np.put_along_axis(micro_batch, at, np.broadcast_to(m, at.shape), axis=1)
         return Actions(
-            np.arange(stages + 1) * 2 * count, np.repeat(order.astype(INDEX), 2 * count), kind.ravel(), micro_batch.ravel(), NONE
+            np.arange(stages + 1) * 2 * count,
+            np.repeat(order.astype(INDEX), 2 * count),
+            kind.ravel(),
+            micro_batch.ravel(),
+            NONE,
         )
+    if shape.schedule.kind == "gpipe":
+        home = np.array(shape.group_of_stage)
+        order = np.argsort(home, kind="stable").astype(INDEX)
+        parts = np.split(order, np.flatnonzero(np.diff(home[order])) + 1)
+        there = np.concatenate([np.concatenate([found, found[::-1]]) for found in parts])
+        kinds = np.concatenate([np.repeat(np.array([0, 1], dtype=INDEX), found.size) for found in parts])
+        indptr = np.cumsum([0] + [2 * count * found.size for found in parts])
+        each = np.tile(np.arange(count, dtype=INDEX), there.size)
+        return Actions(indptr, np.repeat(there, count), np.repeat(kinds, count), each, NONE)
     return actions_of_rows(shape.schedule.rows(shape.group_of_stage, count))
 
 
 def actions_of_rows(rows: Rows) -> Actions:
     flat = [action for row in rows for action in row]
     indptr = np.cumsum([0] + [len(row) for row in rows])
-    stage = np.array([a.stage for a in flat], dtype=np.int64)
-    kind = np.array([KINDS.index(a.kind) for a in flat], dtype=np.int64)
-    micro_batch = np.array([a.micro_batch for a in flat], dtype=np.int64)
-    pairs = np.array([i for i, a in enumerate(flat) if isinstance(a, Overlapped)], dtype=np.int64)
+    number = {kind: i for i, kind in enumerate(KINDS)}
+    stages, letters, micro_batches = zip(*flat, strict=True) if flat else ((), (), ())
+    stage, micro_batch = np.array(stages, dtype=INDEX), np.array(micro_batches, dtype=INDEX)
+    kind = np.array([number[letter] for letter in letters], dtype=INDEX)
+    pairs = np.array([i for i, a in enumerate(flat) if type(a) is Overlapped], dtype=np.int64)
     return Actions(indptr, stage, kind, micro_batch, pairs)
 
 

@@ -6,6 +6,7 @@ end, so one pass in topological order gives all times.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,7 +57,7 @@ def times(topology: Topology, durations: Durations) -> Times:
 
 def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> Floats:
     """Seconds until the last task ends for each row of `task_s` (plans × classes) and `lag_s`."""
-    plans, size = len(task_s), topology.size
+    plans = len(task_s)
     lag_s = np.zeros((plans, 1)) if lag_s is None else lag_s
     bad = np.flatnonzero(
         ~((task_s >= 0) & np.isfinite(task_s)).all(axis=1) | ~((lag_s >= 0) & np.isfinite(lag_s)).all(axis=1)
@@ -64,7 +65,9 @@ def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> 
     if bad.size:
         check_durations(topology, Durations(task_s=task_s[bad[0]], lag_s=lag_s[bad[0]]))
     tape, latest = tape_of(topology), np.zeros(plans)
-    jitted = compiled(replay_block, topology.size * plans // 64)  # numpy does about 64 plans in the time of one in Python
+    jitted = compiled(
+        replay_block, topology.size * plans // 64
+    )  # numpy does about 64 plans in the time of one in Python
     fitting = CACHE_BYTES // (8 * max(1, tape.registers)) // NARROWEST * NARROWEST
     block = max(NARROWEST, min(WIDEST, fitting)) if jitted is not None else max(1, plans)
     for first in range(0, plans, block):
@@ -77,6 +80,12 @@ def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> 
         else:
             _replay_numpy(tape, *durations, end, latest[rows])
     return latest
+
+
+def _peaks_of(topology: Topology, memory: MemoryDeltas, group: int) -> Peaks:
+    rows, one = topology.resource_indptr[group : group + 2], slice(group, group + 1)
+    alone = replace(topology, resource_indptr=rows, groups=1)
+    return peaks(alone, replace(memory, static=memory.static[one], late=memory.late[one]))
 
 
 def _replay_numpy(tape: Tape, task_s: Table, lag_s: Table, end: Table, latest: Floats) -> None:
@@ -92,8 +101,10 @@ def _replay_numpy(tape: Tape, task_s: Table, lag_s: Table, end: Table, latest: F
             np.maximum(latest, end[write[i]], out=latest)
 
 
-def peaks(topology: Topology, memory: MemoryDeltas) -> Peaks:
-    """The most bytes each group holds at once, when, and of what."""
+def peaks(topology: Topology, memory: MemoryDeltas, group: int | None = None) -> Peaks:
+    """The most bytes each group holds at once, when, and of what; with `group` that of this one alone."""
+    if group is not None:
+        return _peaks_of(topology, memory, group)
     by_kind, where = memory.static.copy(), np.full(topology.groups, -1, dtype=np.int64)
     completes = completes_backward(topology)
     queues = (topology.resource_indptr, topology.resource_order, topology.groups, topology.task_class, completes)

@@ -2,7 +2,7 @@
 
 Along a group's row only some combinations occur of micro-batches between F and I (or B), micro-batches between I and
 W, and the task that runs. They are found once per topology; a plan's level at each is a short sum. This holds where a
-stage gives back after W (or B) all that F took, which is what `lower` makes.
+stage takes and keeps no less than nothing, and gives back after W (or B) all that F took, as `lower` makes it.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = ["peak_bytes"]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+Rows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
 class _Levels(NamedTuple):
@@ -32,7 +33,7 @@ class _Levels(NamedTuple):
     group: Ints
     task_class: Ints  # of the task that runs; -1 before any
     late: Floats  # 1 after the first backward
-    stage: np.ndarray[tuple[int, int], np.dtype[np.int64]]
+    stage: Rows
     whole: Table
     half: Table
     stages: int
@@ -52,14 +53,17 @@ def peak_bytes(topology: Topology, memory: Sequence[MemoryDeltas]) -> Table:
     of_stage = np.arange(levels.stages) * 4
     whole, kept = start[of_stage], -end[of_stage + 3]
     rest = [start[4 * levels.stages :], end[4 * levels.stages :], *(start[of_stage + k] for k in (1, 2, 3))]
+    late = np.stack([m.late.sum(axis=1) for m in memory], axis=1)
     balanced = np.array_equal(whole, -end[of_stage + 1]) and np.array_equal(whole, kept - end[of_stage + 2])
+    balanced = balanced and min(whole.min(), kept.min(), late.min()) >= 0
     if not balanced or end[of_stage].any() or any(table.any() for table in rest):
         return np.stack([peaks(topology, m).bytes for m in memory])
     static = np.stack([m.static.sum(axis=1) for m in memory], axis=1)
-    late = np.stack([m.late.sum(axis=1) for m in memory], axis=1)
     held = static[levels.group] + levels.late[:, None] * late[levels.group]
     for j in range(levels.stage.shape[1]):
-        held += levels.whole[:, j, None] * whole[levels.stage[:, j]] + levels.half[:, j, None] * kept[levels.stage[:, j]]
+        held += (
+            levels.whole[:, j, None] * whole[levels.stage[:, j]] + levels.half[:, j, None] * kept[levels.stage[:, j]]
+        )
     busy = levels.task_class >= 0
     held[busy] += within[levels.task_class[busy]]
     most: Table = np.maximum.reduceat(held, levels.first, axis=0).T
@@ -69,15 +73,15 @@ def peak_bytes(topology: Topology, memory: Sequence[MemoryDeltas]) -> Table:
 def _find(topology: Topology) -> _Levels:
     stages = int(topology.stage.max(initial=-1)) + 1
     completes = completes_backward(topology)
-    parts: list[tuple[int, list[int], np.ndarray[tuple[int, int], np.dtype[np.int64]]]] = []
+    parts: list[tuple[int, list[int], Rows]] = []
     for g in range(topology.groups):
         row = topology.resource_order[topology.resource_indptr[g] : topology.resource_indptr[g + 1]]
         kind, stage = topology.kind[row], topology.stage[row]
         action = kind < TaskKind.SEND
         mine = np.unique(stage[action]).tolist()
         columns = [topology.task_class[row]]
-        done = np.cumsum(completes[row]) - completes[row] > 0
-        columns.append(done.astype(np.int64))
+        done: Ints = np.cumsum(completes[row]) - completes[row]
+        columns.append(np.minimum(done, 1))
         for s in mine:
             here = action & (stage == s)
             begun = np.cumsum(here & (kind == TaskKind.FORWARD))
@@ -86,7 +90,7 @@ def _find(topology: Topology) -> _Levels:
             columns.append(begun - np.cumsum(ended) + ended)  # what a task gives back it holds while it runs
             columns.append(np.cumsum(split) - split - np.cumsum(last) + last)
         before = np.array([[-1] + [0] * (len(columns) - 1)])
-        parts.append((g, mine, np.unique(np.concatenate([before, np.stack(columns, axis=1)]), axis=0)))
+        parts.append((g, mine, _highest(np.concatenate([before, np.stack(columns, axis=1)]))))
     width = max(len(mine) for _, mine, _ in parts)
     sizes = [len(table) for _, _, table in parts]
     stage_of = np.zeros((sum(sizes), width), dtype=np.int64)
@@ -103,3 +107,17 @@ def _find(topology: Topology) -> _Levels:
         late=np.concatenate([table[:, 1] for table in every]).astype(np.float64),
         stage=stage_of, whole=whole, half=half, stages=stages,
     )  # fmt: skip
+
+
+def _highest(table: Rows) -> Rows:
+    """Of the rows only those that may be the highest, where all but the first column count towards a level: of rows
+    equal but for one column that with most in it."""
+    for column in range(1, table.shape[1]):
+        rest = np.delete(table, column, axis=1)
+        low = rest.min(axis=0)
+        extent = rest.max(axis=0) - low + 1
+        if float(np.prod(extent.astype(np.float64))) > 2.0**62:
+            continue
+        order = np.lexsort((table[:, column], number := (rest - low) @ (np.cumprod(extent) // extent)))
+        table = table[order[np.append(np.diff(number[order]) != 0, True)]]
+    return table

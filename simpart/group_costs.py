@@ -1,0 +1,195 @@
+"""What passes between stages, what is summed over replicas and groups, and what a group's update takes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from simpart.action_costs import ActionCosts
+from simpart.cost import Collective
+from simpart.graph import Graph
+from simpart.hardware import Device
+from simpart.layout import Arrangement, Layout, Replicas
+from simpart.ledger import ClassCost, class_cost, moving
+from simpart.plan import Plan
+from simpart.pricing import Amount
+from simpart.sharded import StageShare, bucketed, kernel_value, local_share
+from simpart.topology import Reduction
+from simpart.transfers import Message, messages, sharing, slowest_device
+
+__all__ = ["BUCKET_BYTES", "GroupCosts"]
+
+BUCKET_BYTES = 25 << 20
+"""Largest all-reduce of gradients: the default bucket of torch's DistributedDataParallel, and what validate sends."""
+NORM_BYTES = 8
+
+
+@dataclass(slots=True)
+class GroupCosts:
+    """Costs of transfers, reductions and updates of one problem's plans; equal ones are priced once."""
+
+    actions: ActionCosts
+    known: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
+    concurrent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+
+    # --- between stages -----------------------------------------------------------------------------------------------
+    def transfers(
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[StageShare] | None
+    ) -> list[ClassCost]:
+        """There and back of every edge. Where groups split kernels, every device of a replica sends its part to its
+        counterpart (of a smaller group: in turn)."""
+        found = []
+        for e, edge in enumerate(layout.edges):
+            source, target = plan.stages[edge.source].group, plan.stages[edge.target].group
+            if source == target:
+                found += [NOTHING, NOTHING]
+                continue
+            values = [v for v, _ in layout.loads[e]]
+            parts = {} if shares is None else _boundary_parts(layout, shares[edge.source], values)
+            ends = arrangement.keys[source], arrangement.keys[target]
+            key = ("transfer", layout.load_keys[e], *ends, *parts.values())
+            for back in (False, True):
+                if back and not edge.backward:
+                    found.append(NOTHING)
+                    continue
+                if (*key, back) not in self.known:
+                    here, there = arrangement.ends[source], arrangement.ends[target]
+                    self.known[*key, back] = self._transfer(
+                        layout.graph,
+                        [v for v, gradient in layout.loads[e] if gradient or not back],
+                        parts,
+                        *((there, here) if back else (here, there)),
+                    )
+                found.append(self.known[*key, back])
+        return found
+
+    def _transfer(
+        self, graph: Graph, values: list[int], parts: dict[int, float], here: Replicas, there: Replicas
+    ) -> ClassCost:
+        sizes = partial(_sizes, graph, values, parts)
+        rows = slowest_device(self.actions.communication, _counterparts(here, there), sizes)
+        return class_cost("transfers", (), [(row, 1.0) for row in rows])
+
+    # --- once per step ------------------------------------------------------------------------------------------------
+    def reductions(
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, reductions: Sequence[Reduction],
+        shares: Sequence[StageShare] | None, sharded: int,
+    ) -> list[ClassCost]:  # fmt: skip
+        """All at the same time, so that those on one link share it."""
+        training, cluster = self.actions.layouts.problem.training, self.actions.layouts.problem.cluster
+        members = tuple(r.groups for r in reductions)
+        at_once = (arrangement.groups_number, members)
+        if at_once not in self.concurrent:
+            self.concurrent[at_once] = sharing(cluster, [_ranks(plan, groups) for groups in members])
+        dtype = training.gradient_dtype or training.precision
+        tied = dict(zip((groups for groups, _ in layout.tied), layout.tied_bytes, strict=True))
+        found = []
+        for reduction, concurrent in zip(reductions, self.concurrent[at_once], strict=True):
+            size = NORM_BYTES if reduction.axis == "norm" else tied.get(reduction.groups, 0)
+            key: tuple[Any, ...]
+            if shares is not None and reduction.stage >= 0:
+                key = ("reduction", layout.number, arrangement.number, sharded, reduction.stage)
+            else:
+                size = layout.own_bytes[reduction.stage] if reduction.stage >= 0 else size
+                key = ("reduction", arrangement.groups_number, reduction.groups, size, concurrent)
+            if key not in self.known:
+                if shares is not None and reduction.stage >= 0:
+                    calls = bucketed(shares[reduction.stage].sent, "gradient", BUCKET_BYTES)
+                else:
+                    calls = _in_buckets(size, _ranks(plan, reduction.groups), concurrent, dtype)
+                self.known[key] = self._calls("reductions", calls)
+            found.append(self.known[key])
+        return found
+
+    def _calls(self, source: str, calls: Sequence[tuple[Collective, int]]) -> ClassCost:
+        rows = self.actions.communication.of([collective for collective, _ in calls])
+        return class_cost(source, (), [(row, float(times)) for row, (_, times) in zip(rows, calls, strict=True)])
+
+    def updates(
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[StageShare] | None, sharded: int
+    ) -> list[ClassCost]:
+        """Optimizer updates of each group; zeroing gradient buffers that are reduced (one pass), clipping (three: read,
+        read and write); bringing updated parameters back to where they rest."""
+        found = []
+        tied = {g for members, _ in layout.tied for g in members}
+        for g, group in enumerate(plan.groups):
+            key: tuple[Any, ...] = ("update", layout.held_keys[g], arrangement.group_numbers[g], g in tied, sharded)
+            if shares is not None:
+                key = (*key, layout.number, arrangement.number, g)
+            if key not in self.known:
+                passes = int(group.replicas > 1 or g in tied)
+                self.known[key] = self._update(plan, layout, arrangement, g, passes, shares)
+            found.append(self.known[key])
+        return found
+
+    def _update(
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, g: int, passes: int,
+        shares: Sequence[StageShare] | None,
+    ) -> ClassCost:  # fmt: skip
+        problem, group = self.actions.layouts.problem, plan.groups[g]
+        slowest: tuple[float, Amount, Device] | None = None
+        for device in dict.fromkeys(v.device for v in arrangement.variants[g]):
+            rows, update, _ = problem.update_prices(device)
+            weights = np.zeros(update.seconds.size)
+            for value in layout.held[g].tolist():
+                if value in rows:
+                    part = 1.0
+                    if shares is not None:
+                        part = local_share(plan, group, layout.graph.parameters[value], "optimizer")
+                    weights[rows[value]] += part
+            amount = update.total(weights)
+            if slowest is None or amount.seconds[0] > slowest[0]:
+                slowest = (float(amount.seconds[0]), amount, device)
+        assert slowest is not None  # a group has devices
+        _, amount, device = slowest
+        sent = [x for s, stage in enumerate(plan.stages) if shares and stage.group == g for x in shares[s].sent]
+        calls = bucketed(sent, "update", BUCKET_BYTES)
+        prices = self.actions.communication.of([collective for collective, _ in calls])
+        priced = [(row, float(times)) for row, (_, times) in zip(prices, calls, strict=True)]
+        passes += 3 * (problem.training.gradient_clip_norm is not None)
+        priced.append((moving(passes * layout.states[g].gradients / device.memory_bytes_per_s, device), 1.0))
+        return class_cost(f"{device.name} update", [(amount, device.name)], priced)
+
+
+NOTHING = class_cost("")
+
+
+def _ranks(plan: Plan, groups: Sequence[int]) -> tuple[int, ...]:
+    return tuple(d for g in groups for d in plan.groups[g].devices)
+
+
+def _in_buckets(size: int, ranks: tuple[int, ...], concurrent: int, dtype: str) -> list[tuple[Collective, int]]:
+    """All-reduces of so many bytes, and how often."""
+    full, rest = divmod(size, BUCKET_BYTES)
+    sizes = [(BUCKET_BYTES, full), (rest, 1)]
+    return [(Collective("all_reduce", b, ranks, concurrent, dtype), times) for b, times in sizes if b and times]
+
+
+def _counterparts(here: Replicas, there: Replicas) -> list[Message]:
+    """Messages between replicas, one for each device of the larger replica."""
+    width = max(len(devices) for _, replicas in (here, there) for devices in replicas)
+    found: list[Message] = []
+    for k in range(width):
+        (ours, mine), (theirs, yours) = here, there
+        found += messages(ours, tuple(d[k % len(d)] for d in mine), theirs, tuple(d[k % len(d)] for d in yours))
+    return found
+
+
+def _boundary_parts(layout: Layout, share: StageShare, values: list[int]) -> dict[int, float]:
+    """Part of each value that one device of the sending stage holds."""
+    found = {}
+    for value in values:
+        at = kernel_value(layout.graph, value)
+        whole = layout.graph.flat.kernel_value_spec[at].bytes(share.flow.micro_batch)
+        found[value] = float(share.value_bytes[at]) / max(1, whole)
+    return found
+
+
+def _sizes(graph: Graph, values: list[int], parts: dict[int, float], micro_batch: int) -> list[tuple[int, bool, str]]:
+    """See `transfers.slowest_device`."""
+    specs = [(graph.flat.value_spec[value], parts.get(value, 1.0)) for value in values]
+    return [(int(spec.bytes(micro_batch) * part), spec.batched, spec.dtype) for spec, part in specs]
