@@ -35,6 +35,12 @@ def _learned() -> ComputeModel:
     return Learned()
 
 
+def _learned_links() -> CommModel:
+    from simpart.costmodels.learned_comm import LearnedComm
+
+    return LearnedComm()
+
+
 COMPUTE_MODELS: Mapping[str, Callable[[Profiles], ComputeModel]] = {
     "roofline": lambda profiles: Roofline(),
     "profiled": _profiled,
@@ -43,15 +49,15 @@ COMPUTE_MODELS: Mapping[str, Callable[[Profiles], ComputeModel]] = {
 COMM_MODELS: Mapping[str, Callable[[Profiles], CommModel]] = {
     "alpha_beta": lambda profiles: AlphaBeta(),
     "in_switch": lambda profiles: AlphaBeta(in_switch=True),
+    "learned_comm": lambda profiles: _learned_links(),
     "measured_links": lambda profiles: MeasuredLinks(profiles, AlphaBeta()),
 }
 """Name → model on a store's profiles. Each answers every row of any table, and passes the shared suite."""
 
 
 def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles: bool = True) -> Costs:
-    """Models learned from published kernels for GPUs, data sheets for the rest, and in front of them what was
-    measured on devices of this cluster, if anything was and `profiles`.
-
+    """Models learned from published kernels and collectives for GPUs, data sheets for the rest, and in front of them
+    what was measured on devices of this cluster, if anything was and `profiles`.
 
     `store` is a folder, by default SIMPART_STORE or the user's data folder. Raises FormatError if its file is no store.
     """
@@ -67,11 +73,12 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
 
     learned = any(device.kind == "gpu" for device in cluster.kinds)
     base = _learned() if learned else Roofline()
+    network = _learned_links() if learned else AlphaBeta()
     return Costs(
         compute=_profiled(found, cluster.size, base) if kernels else base,
-        communication=MeasuredLinks(found, AlphaBeta()) if links else AlphaBeta(),
+        communication=MeasuredLinks(found, network) if links else network,
         step_overhead_s=overhead("step"),
         action_overhead_s=overhead("action"),
-        description=("learned kernels and data sheets" if learned else "data sheets")
+        description=("learned kernels and collectives, data sheets" if learned else "data sheets")
         + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
     )

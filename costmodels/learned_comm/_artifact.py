@@ -1,4 +1,4 @@
-"""A fitted communication model as one JSON document; reading never executes code and imports neither torch nor pandas."""
+"""A fitted communication model as one JSON document; reading never executes code, nor imports torch or pandas."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ def _plain(system: System) -> dict[str, Any]:
 
 def _system(item: dict[str, Any]) -> System:
     return System(
-        name=str(item["name"]), device=str(item["device"]), fabric=FABRICS.index(item["fabric"]), rows=int(item["rows"]),
-        floor=float(item["floor"]), between=float(item["between"]),
+        name=str(item["name"]), device=str(item["device"]), fabric=FABRICS.index(item["fabric"]),
+        rows=int(item["rows"]), floor=float(item["floor"]), between=float(item["between"]),
         constants={g: {n: float(v) for n, v in values.items()} for g, values in item["constants"].items()},
         curves={
-            group: {int(local): Curve(tuple(map(float, at)), tuple(map(float, left))) for local, (at, left) in found.items()}
+            group: {int(n): Curve(tuple(map(float, at)), tuple(map(float, left))) for n, (at, left) in found.items()}
             for group, found in item["curves"].items()
         },
     )  # fmt: skip

@@ -21,6 +21,7 @@ Progress = Callable[[str], None]
 _Z90 = 1.6449
 _LEAST_SHARE = 0.8  # of the prior's spread: few devices were seen
 _FEWEST = 5
+_WORST_SHARE = {"seen": 0.0, "device": 0.5, "floor": 0.5, "new": 0.5}  # how near the worst device a spread is, else 1
 _FOLDS = 5
 
 
@@ -33,7 +34,9 @@ def fit(records: Records, progress: Progress = lambda text: None) -> Fitted:
 
 def calibrated(model: Fitted, records: Records, progress: Progress = lambda text: None) -> Fitted:
     """The model with spreads from held-out errors. Rows of a device share its bias, so a device is one observation: a
-    spread is that of the worst device, and its shared part the mean square of the biases of (device, kind)."""
+    spread is that of the worst held-out device where devices are few and unlike, half way to it from the average one
+    where they are more alike, the average on systems seen; its shared part is the mean square of the biases of
+    (device, kind)."""
     errors: dict[str, list[tuple[str, Records, Floats]]] = {}
     held_out = {}
 
@@ -71,7 +74,12 @@ def calibrated(model: Fitted, records: Records, progress: Progress = lambda text
     sources = records.source
     for source in dict.fromkeys(sources.tolist()):
         known = np.isin(records.device.astype(str), sorted(set(records.device[sources != source].tolist())))
-        judge(f"without source {source}", records.at(sources != source), records.at((sources == source) & known & ~multi), systems=True)
+        judge(
+            f"without source {source}",
+            records.at(sources != source),
+            records.at((sources == source) & known & ~multi),
+            systems=True,
+        )
     fold = size_fold(records)
     judge("unseen sizes", records.at(~fold), records.at(fold), systems=True)
     spreads = {name: {r: _spread(name, r, errors.get(name, [])) for r in REGIMES} for name in PRIOR_SPREADS}
@@ -91,7 +99,13 @@ def with_floors(records: Records) -> Records:
     with the most rows. Devices without such a row have none."""
     s = records.situation
     floors = np.full(len(records), np.nan)
-    smallest = (s.kind == KINDS.index("all_reduce")) & (s.software == 0) & (s.local == 2) & (s.hosts == 1) & (s.bytes <= FLOOR_BYTES)
+    smallest = (
+        (s.kind == KINDS.index("all_reduce"))
+        & (s.software == 0)
+        & (s.local == 2)
+        & (s.hosts == 1)
+        & (s.bytes <= FLOOR_BYTES)
+    )
     for system in set(records.system[smallest].tolist()):
         rows = records.system == system
         floors[rows] = float(np.median(records.latency_s[rows & smallest]))
@@ -110,8 +124,13 @@ def _spread(status: str, regime: str, found: list[tuple[str, Records, Floats]]) 
                 kinds = records.situation.kind
                 biases += [float(np.median(error[mine & (kinds == k)])) for k in np.unique(kinds[mine])]
     least = _LEAST_SHARE * float(np.hypot(prior_shared, prior_own))
-    known = status.startswith("seen")  # many systems, each with its own constants: the average one
-    total = max(least, float(np.mean(totals)) if known and totals else max(totals, default=0.0))
-    shared = float(np.sqrt(np.mean(np.square(biases)))) if biases else prior_shared / np.hypot(prior_shared, prior_own) * total
+    average, worst = (float(np.mean(totals)), max(totals)) if totals else (0.0, 0.0)
+    share = _WORST_SHARE.get(status.partition(" ")[0], 1.0)
+    total = max(least, (1 - share) * average + share * worst)
+    shared = (
+        float(np.sqrt(np.mean(np.square(biases))))
+        if biases
+        else prior_shared / np.hypot(prior_shared, prior_own) * total
+    )
     shared = float(min(max(shared, _LEAST_SHARE * prior_shared), 0.95 * total))
     return round(shared, 4), round(float(np.sqrt(total**2 - shared**2)), 4)

@@ -47,8 +47,7 @@ def evaluate(
     if not len(records):
         raise UserError(f"{name}: no row can be predicted: {', '.join(f'{n} {r}' for r, n in refused.items())}")
     judged = judge_records(records, split, refused, floors=floors, models=models, progress=progress)
-    notes = [f"{n} rows left out: {rule}" for rule, n in refused.items()]
-    trained = []
+    notes, trained = [], []
     if split == "shipped":
         model = load(Path(models) if models else SHIPPED)
         trained = sorted({s.device for s in model.systems.values()} & set(records.device.tolist()))
@@ -59,7 +58,7 @@ def evaluate(
         )
     if split in ("random", "unseen-sizes"):
         notes.append("this split shows how well sizes are interpolated, not how a new device is predicted")
-    return judged, {"data_kind": "collectives", "trained_devices": trained, "charge": "alpha_beta", "notes": notes}
+    return judged, {"data_kind": "collectives", "trained_devices": trained, "notes": notes}
 
 
 def clean(records: Records) -> tuple[Records, dict[str, int]]:
@@ -77,13 +76,15 @@ def judge_records(
     if split == "shipped":
         model = load(Path(models) if models else SHIPPED)
         return _judged(records, model, records, refused)
-    parts = []
+    parts: list[Judged] = []
     for text, held in _folds(records, split):
         left_in, test = records.at(~held), records.at(held)
         if not len(left_in) or not len(test):
             continue
         progress(f"{split}: {text}")
-        parts.append(_judged(with_floors(test) if floors else test, fit(left_in), left_in, refused if not parts else {}))
+        parts.append(
+            _judged(with_floors(test) if floors else test, fit(left_in), left_in, refused if not parts else {})
+        )
     return join(parts)
 
 
@@ -99,23 +100,24 @@ def _folds(records: Records, split: str) -> Iterator[tuple[str, Mask]]:
         for local in np.unique(records.situation.local[~multi]).tolist():
             yield f"{local:.0f} ranks", ~multi & (records.situation.local == local)
         return
-    keys: Names = {
-        "leave-one-device-out": lambda: records.device,
-        "leave-one-generation-out": lambda: np.array([generation_of(d) for d in records.device.tolist()], dtype=object),
-        "leave-one-source-out": lambda: records.source,
-        "leave-one-cluster-out": lambda: np.where(multi, records.system, ""),
-    }[split]()
-    for key in dict.fromkeys(keys.tolist()):
-        if split != "leave-one-cluster-out":
-            yield str(key), keys == key
-        elif key:
-            yield str(key), keys == key
+    if split == "leave-one-device-out":
+        keys = records.device
+    elif split == "leave-one-generation-out":
+        keys = np.array([generation_of(device) for device in records.device.tolist()], dtype=object)
+    elif split == "leave-one-source-out":
+        keys = records.source
+    else:
+        keys = np.where(multi, records.system, "")
+    for key in filter(None, dict.fromkeys(keys.tolist())):
+        yield str(key), keys == key
 
 
 def _judged(records: Records, model: Fitted, left_in: Records, refused: Mapping[str, int]) -> Judged:
     found = model.predict(records.situation, records.device.tolist(), records.system.tolist())
     s = records.situation
-    kinds = [KINDS[k] + (f" {SOFTWARE[w]}" if w else "") for k, w in zip(s.kind.tolist(), s.software.tolist(), strict=True)]
+    kinds = [
+        KINDS[k] + (f" {SOFTWARE[w]}" if w else "") for k, w in zip(s.kind.tolist(), s.software.tolist(), strict=True)
+    ]
     return Judged(
         measured_s=records.latency_s,
         predicted_s=np.exp(found.log_seconds),
@@ -143,10 +145,14 @@ def _ratio(records: Records, known: Records) -> Floats:
     NaN where no other device has it."""
     medians = known.medians()
     table: dict[tuple[Any, ...], list[tuple[str, float, float]]] = {}
-    for key, device, rate, seconds in zip(_keys(medians), medians.device.tolist(), _rates(medians).tolist(), medians.latency_s.tolist(), strict=True):
+    for key, device, rate, seconds in zip(
+        _keys(medians), medians.device.tolist(), _rates(medians).tolist(), medians.latency_s.tolist(), strict=True
+    ):
         table.setdefault(key, []).append((device, rate, seconds))
     found = np.full(len(records), np.nan)
-    for i, (key, device, rate) in enumerate(zip(_keys(records), records.device.tolist(), _rates(records).tolist(), strict=True)):
+    for i, (key, device, rate) in enumerate(
+        zip(_keys(records), records.device.tolist(), _rates(records).tolist(), strict=True)
+    ):
         others = [(abs(np.log(r / rate)), s * r / rate) for d, r, s in table.get(key, []) if d != device]
         if others:
             found[i] = min(others)[1]
@@ -156,7 +162,17 @@ def _ratio(records: Records, known: Records) -> Floats:
 def _keys(records: Records) -> list[tuple[Any, ...]]:
     s = records.situation
     octave = np.round(np.log2(s.bytes)).astype(np.int64)
-    return list(zip(s.fabric.tolist(), s.kind.tolist(), s.software.tolist(), octave.tolist(), s.local.tolist(), s.hosts.tolist(), strict=True))
+    return list(
+        zip(
+            s.fabric.tolist(),
+            s.kind.tolist(),
+            s.software.tolist(),
+            octave.tolist(),
+            s.local.tolist(),
+            s.hosts.tolist(),
+            strict=True,
+        )
+    )
 
 
 def _rates(records: Records) -> Floats:

@@ -55,12 +55,20 @@ def _by_analogy(constants: dict[str, dict[str, float]], measured: set[str]) -> N
     """Kinds that nobody measured: on meshes as through switches, a broadcast as a gather."""
     for name in PRIORS:
         fabric, _, kind = name.partition("/")
-        for other in (f"nvlink/{kind}" if fabric == "mesh" else "", f"{fabric}/all_gather" if kind == "broadcast" else ""):
+        for other in (
+            f"nvlink/{kind}" if fabric == "mesh" else "",
+            f"{fabric}/all_gather" if kind == "broadcast" else "",
+        ):
             if name not in measured and other in PRIORS:
-                constants[name] = {**constants[name], **{n: v for n, v in constants[other].items() if n in PRIORS[name]}}
+                constants[name] = {
+                    **constants[name],
+                    **{n: v for n, v in constants[other].items() if n in PRIORS[name]},
+                }
 
 
-def _fit_network(records: Records, constants: dict[str, dict[str, float]], floors: dict[str, float], between: dict[str, float]) -> None:
+def _fit_network(
+    records: Records, constants: dict[str, dict[str, float]], floors: dict[str, float], between: dict[str, float]
+) -> None:
     """Clusters are few and unlike: each is fitted alone, and the shared constants are the mean, in logs, of all of them
     and of the priors' centres, which count as one more cluster."""
     group, found = "network/collective", {}
@@ -74,7 +82,12 @@ def _fit_network(records: Records, constants: dict[str, dict[str, float]], floor
 
 
 def fit_system(
-    records: Records, group: str, constants: Constants, floor: float, between: float, departures: Mapping[str, float] = DEPARTURES
+    records: Records,
+    group: str,
+    constants: Constants,
+    floor: float,
+    between: float,
+    departures: Mapping[str, float] = DEPARTURES,
 ) -> dict[str, float]:
     """Constants of one group on one system: near the shared ones, as far as its rows say."""
     names = list(constants[group])
@@ -122,10 +135,14 @@ def _fit(
     found = fit_constants(predict, target, centre, spread, weights=_weights(records), iterations=_ITERATIONS)
     constants.update(_with(constants, slots, found))
     if factors:
-        (floors if free == "floors" else between).update(zip(systems, np.exp(found[len(slots) :]).tolist(), strict=True))
+        (floors if free == "floors" else between).update(
+            zip(systems, np.exp(found[len(slots) :]).tolist(), strict=True)
+        )
 
 
-def _with(constants: Mapping[str, dict[str, float]], slots: Sequence[tuple[str, str]], at: Floats) -> dict[str, dict[str, float]]:
+def _with(
+    constants: Mapping[str, dict[str, float]], slots: Sequence[tuple[str, str]], at: Floats
+) -> dict[str, dict[str, float]]:
     changed = {group: dict(values) for group, values in constants.items()}
     for (group, name), value in zip(slots, np.exp(at[: len(slots)]).tolist(), strict=True):
         changed[group][name] = value

@@ -66,7 +66,10 @@ def interconnect_of(words: str, device: str) -> Interconnect | None:
     """
     text = re.sub(r"\(no [^)]*\)", "", words)
     family = device.partition("-")[0]
-    network: dict[str, Any] = {"network_bytes_per_s": _network(text), "network_latency_s": 30e-6 if _ETHERNET.search(text) else 14e-6}
+    network: dict[str, Any] = {
+        "network_bytes_per_s": _network(text),
+        "network_latency_s": 30e-6 if _ETHERNET.search(text) else 14e-6,
+    }
     found = re.search(r"NVLink\s*(\d)?", text, re.IGNORECASE)
     pcie = re.search(r"PCIe?\s*(?:gen\s*)?(\d)?", text, re.IGNORECASE)
     generation = (pcie.group(1) if pcie else None) or _DEVICE_PCIE.get(family)

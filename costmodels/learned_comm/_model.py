@@ -1,4 +1,4 @@
-"""A fitted communication model: shared constants, what it knows of measured systems, and how far both are to be trusted.
+"""A fitted communication model: shared constants, what it knows of measured systems, how far both are to be trusted.
 
 A *system* is a device with its links in the host that it was measured in. How a row stands to the systems known decides
 what is used for it and how wide its interval is:
@@ -50,7 +50,10 @@ PRIOR_SPREADS: Spreads = {
 }
 PRIOR_SPREADS = {
     **PRIOR_SPREADS,
-    **{f"{status} fused": {r: (1.3 * a, 1.3 * b) for r, (a, b) in spread.items()} for status, spread in PRIOR_SPREADS.items()},
+    **{
+        f"{status} fused": {r: (1.3 * a, 1.3 * b) for r, (a, b) in spread.items()}
+        for status, spread in PRIOR_SPREADS.items()
+    },
 }
 
 
@@ -99,7 +102,7 @@ class Fitted:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def system_of(self, device: str, fabric: int, group: str) -> System | None:
-        """The best known system of a device for a group: with curves of it, with no remark about its host, most rows."""
+        """The best known system of a device for a group: with curves of it, no remark about its host, most rows."""
         alike = [s for s in self.systems.values() if s.device == device and s.fabric == fabric]
         return max(alike, key=lambda s: (group in s.curves, "(" not in s.name, s.rows), default=None)
 
@@ -167,7 +170,9 @@ def _scaled(constants: Constants, at: Situation, measured_s: Floats, *, hosts: f
 
 
 def _status(at: Situation, system: System | None, name: str, group: str, hosts: float) -> Ints:
-    given = np.where(np.isnan(at.between_s if hosts > 1 else at.inside_s), STATUSES.index("new"), STATUSES.index("floor"))
+    given = np.where(
+        np.isnan(at.between_s if hosts > 1 else at.inside_s), STATUSES.index("new"), STATUSES.index("floor")
+    )
     measured = system is not None and curve_name(group, hosts) in system.curves
     if measured and system is not None and name in ("", system.name):
         return np.full(len(at), STATUSES.index("seen"))
@@ -205,7 +210,11 @@ def train(records: Records, *, systems: bool = True) -> Fitted:
     for name in dict.fromkeys(medians.system.tolist()) if systems else ():
         rows = medians.system == name
         found[name] = _system(medians.at(rows), name, constants, floors.get(name, 1.0), between.get(name, 1.0))
-    facts = {"rows": len(records), "systems": sorted(set(records.system.tolist())), "fingerprint": records.fingerprint()}
+    facts = {
+        "rows": len(records),
+        "systems": sorted(set(records.system.tolist())),
+        "fingerprint": records.fingerprint(),
+    }
     return Fitted(constants=constants, systems=found, domain=domain, facts=facts)
 
 

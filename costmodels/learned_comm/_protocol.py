@@ -2,9 +2,9 @@
 
 Inside a host, with W the time of its bytes at the full rate of the links and L = floor · (start + step · (local - 1)):
 
-    low latency   L + W / low                                  (fused kernels: every rank reads all others' buffers)
-    bulk          L + floor · pipe + W / bulk · (1 + ramp / (1 + W / RAMP_S))          (the more bytes, the fuller the pipeline)
-    in-switch     L + floor · pipe_switch + W_switch / switch  (all-reduce, NVLink of the fourth generation and later)
+    low latency   L + W / low                            (fused kernels: every rank reads all others' buffers)
+    bulk          L + floor · pipe + W / bulk · (1 + ramp / (1 + W / RAMP_S))         (pipelines fill with bytes)
+    in-switch     L + floor · pipe_switch + W_switch / switch         (all-reduce, NVLink from the fourth generation)
 
 and the time is their soft minimum (power 4). Through host memory the share of a device falls with the members as
 (2 / members)^crowd. Between hosts latency is added and the bytes take the slower of both ways, which work at once.
@@ -111,7 +111,9 @@ def _inside(c: Mapping[str, float], at: Situation, floor: Floats) -> Floats:
     found = _least(low, bulk, _POWER)
     if "switch" in c:
         reduced = latency + floor * c["pipe_switch"] + at.switch_s / c["switch"]
-        found = np.where(np.isfinite(reduced), _least(found, np.where(np.isfinite(reduced), reduced, 1.0), _SWITCH_POWER), found)
+        found = np.where(
+            np.isfinite(reduced), _least(found, np.where(np.isfinite(reduced), reduced, 1.0), _SWITCH_POWER), found
+        )
     if "host" in c:
         found = (found**_POWER + c["host"] ** _POWER) ** (1 / _POWER)
     result: Floats = found

@@ -1,13 +1,14 @@
 """Measured collectives in one form, and the adapter into it from a table in the format of published data sets.
 
-Columns: `op`, `size_bytes` (as nccl-tests count them), `num_gpus`, `latency_us`, `interconnect` and `gpu` or `device` or
-`system`; optional `nodes`, `dtype`, `kernel`, `lib`, `source`, `quality`, `latency_floor_us` (measured time of the
+Columns: `op`, `size_bytes` (as nccl-tests count them), `num_gpus`, `latency_us`, `interconnect` and `gpu` or `device`
+or `system`; optional `nodes`, `dtype`, `kernel`, `lib`, `source`, `quality`, `latency_floor_us` (measured time of the
 smallest all-reduce of two devices).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +30,7 @@ from simpart.hardware import Cluster, LinkLevel, load_device
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["REQUIRED", "Records", "cluster_of", "is_collectives", "read_records"]
+__all__ = ["REQUIRED", "Records", "cluster_of", "is_collectives", "joined", "read_records"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -95,6 +96,15 @@ def is_collectives(columns: Any) -> bool:
     return {"op", "size_bytes", "num_gpus", "latency_us"} <= names
 
 
+def joined(tables: Sequence[Records]) -> Records:
+    """Rows of several tables."""
+    situation = {n: np.concatenate([getattr(t.situation, n) for t in tables]) for n in Situation.__dataclass_fields__}
+    columns = {
+        f.name: np.concatenate([getattr(t, f.name) for t in tables]) for f in fields(Records) if f.name != "situation"
+    }
+    return Records(situation=Situation(**situation), **columns)
+
+
 def read_records(frame: pd.DataFrame, name: str = "table") -> Records:
     """Every row of a table, with the reason where it cannot be used; raises FormatError for missing columns."""
     missing = [column for column in REQUIRED if column not in frame.columns]
@@ -147,14 +157,14 @@ def read_records(frame: pd.DataFrame, name: str = "table") -> Records:
     hosts_of = [name[name.index("(") :] if "(" in name else "" for name in devices]
     fabric = [FABRICS[number] for number in situation.fabric.tolist()]
     known = [name or devices[i] for i, name in enumerate(names)]
+    parts = zip(known, fabric, hosts_of, text["source"], strict=True)
+    systems = [f"{d} {f} {h}".strip() + f" @ {s}" for d, f, h, s in parts]
     return Records(
         situation=replace(situation, software=software.astype(np.int64), inside_s=numbers["latency_floor_us"] * 1e-6),
         latency_s=numbers["latency_us"] * 1e-6,
         alpha_beta_s=plain,
         device=np.array(known, dtype=object),
-        system=np.array([
-            f"{d} {f} {h}".strip() + f" @ {s}" for d, f, h, s in zip(known, fabric, hosts_of, text["source"], strict=True)
-        ], dtype=object),
+        system=np.array(systems, dtype=object),
         source=np.array(text["source"], dtype=object),
         library=np.array([f"{a} {b}".strip() for a, b in zip(text["lib"], text["kernel"], strict=True)], dtype=object),
         quality=np.array(text["quality"], dtype=object),
@@ -176,7 +186,7 @@ def _priced(places: list[Any], collectives: list[Collective]) -> tuple[Situation
         plain[rows] = AlphaBeta().estimate(CollectiveTable(tuple(mine)), cluster).mean_s
         order += rows
     back = np.argsort(np.array(order, dtype=np.int64))
-    columns = {name: np.concatenate([getattr(part, name) for part in parts])[back] for name in Situation.__dataclass_fields__}
+    columns = {n: np.concatenate([getattr(part, n) for part in parts])[back] for n in Situation.__dataclass_fields__}
     return Situation(**columns), plain
 
 
@@ -184,7 +194,9 @@ def cluster_of(device: str, link: Interconnect, host: int, hosts: int) -> Cluste
     """A cluster with these links, `host` devices in each of `hosts` hosts."""
     levels = []
     if link.pairs and link.bridge_bytes_per_s:
-        levels.append(LinkLevel(name="nvlink", size=2, bytes_per_s=link.bytes_per_s, latency_s=_NVLINK_S, inside_host=True))
+        levels.append(
+            LinkLevel(name="nvlink", size=2, bytes_per_s=link.bytes_per_s, latency_s=_NVLINK_S, inside_host=True)
+        )
     if link.fabric in ("nvlink", "mesh") and not levels:
         kind: Any = "mesh" if link.fabric == "mesh" else "switch"
         levels.append(LinkLevel(

@@ -46,7 +46,19 @@ def judge(records: Records) -> Names:
         verdict[broken & (verdict == "")] = rule
 
     copies = np.array(["copy" in text for text in records.quality.tolist()], dtype=bool)
-    codes = row_codes([records.system, records.library, s.kind, s.software, s.bytes, s.local, s.hosts, np.isfinite(s.switch_s), records.latency_s])
+    codes = row_codes(
+        [
+            records.system,
+            records.library,
+            s.kind,
+            s.software,
+            s.bytes,
+            s.local,
+            s.hosts,
+            np.isfinite(s.switch_s),
+            records.latency_s,
+        ]
+    )
     first = np.zeros(len(records), dtype=bool)
     first[np.unique(codes, return_index=True)[1]] = True
     mark(copies | ~first, "duplicate")

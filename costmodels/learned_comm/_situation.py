@@ -17,7 +17,16 @@ from simpart.costmodels.alpha_beta import Hop, path_of
 from simpart.costmodels.learned_comm._interconnects import FABRICS
 from simpart.hardware import Cluster, LinkLevel
 
-__all__ = ["KINDS", "SOFTWARE", "NETWORK_LATENCY_S", "SWITCH_DTYPES", "SWITCH_REDUCES_BYTES_PER_S", "Situation", "situation_of", "volume"]
+__all__ = [
+    "KINDS",
+    "NETWORK_LATENCY_S",
+    "SOFTWARE",
+    "SWITCH_DTYPES",
+    "SWITCH_REDUCES_BYTES_PER_S",
+    "Situation",
+    "situation_of",
+    "volume",
+]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -27,17 +36,29 @@ SOFTWARE = ("library", "fused", "fused_eager")
 """NCCL and its kin; all-reduce kernels of inference engines, replayed from a graph; the same, launched one by one."""
 SWITCH_REDUCES_BYTES_PER_S = 400e9  # NVLink of the fourth generation, the first whose switches reduce
 NETWORK_LATENCY_S = 14e-6  # of a level between hosts, as data sheets leave it: NCCL's tuning table, ring, simple
-SWITCH_DTYPES = ("float32", "float16", "bfloat16", "float", "half", "fp32", "fp16", "bf16", "bfloat16/float32?", "?", "")
+SWITCH_DTYPES = (
+    "float32",
+    "float16",
+    "bfloat16",
+    "float",
+    "half",
+    "fp32",
+    "fp16",
+    "bf16",
+    "bfloat16/float32?",
+    "?",
+    "",
+)
 _HOST_BUS_BYTES_PER_S = 40e9  # a switched level inside a host slower than this is PCI Express
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Situation:
-    """One entry per collective. `kind` and `fabric` index KINDS and FABRICS; `local` ranks of a group on each of `hosts`
-    hosts; `local_s`, `switch_s` and `network_s` the least time of its bytes on a device's link inside the host, there
-    with reduction in the switch (infinite without), and between hosts; `software` indexes SOFTWARE; `inside_s` and `between_s` measured latency of
-    the smallest all-reduce of two inside a host and between hosts, NaN where nobody measured; `network_latency_s` of the
-    data sheet."""
+    """One entry per collective. `kind`, `fabric` and `software` index KINDS, FABRICS and SOFTWARE; `local` ranks of a
+    group on each of `hosts` hosts; `local_s`, `switch_s` and `network_s` the least time of its bytes on a device's link
+    inside the host, there with reduction in the switch (infinite without), and between hosts; `inside_s` and
+    `between_s` the measured time of the smallest all-reduce of two inside a host and between hosts, NaN where nobody
+    measured; `network_latency_s` of the data sheet."""
 
     kind: Ints
     fabric: Ints
@@ -84,10 +105,12 @@ def situation_of(collectives: Sequence[Collective], cluster: Cluster) -> Situati
         if key not in known:
             known[key] = _shape(row, cluster, levels)
         fabric, local, hosts, local_s, switch_s, network_s, inside, between, latency = known[key]
-        columns[:, i] = (KINDS.index(row.kind), fabric, 0, row.bytes, local, hosts, local_s * row.bytes,
-                         switch_s * row.bytes if row.bytes else switch_s, network_s * row.bytes, inside, between, latency)  # fmt: skip
+        columns[:, i] = (
+            KINDS.index(row.kind), fabric, 0, row.bytes, local, hosts, local_s * row.bytes,
+            switch_s * row.bytes if row.bytes else switch_s, network_s * row.bytes, inside, between, latency,
+        )  # fmt: skip
     names = list(Situation.__dataclass_fields__)
-    values: dict[str, Any] = {name: column for name, column in zip(names, columns, strict=True)}
+    values: dict[str, Any] = dict(zip(names, columns, strict=True))
     values.update({name: values[name].astype(np.int64) for name in ("kind", "fabric", "software")})
     return Situation(**values)
 

@@ -30,7 +30,8 @@ and returns a Judged and more keys for the document. The last one says what is m
     default="shipped",
     show_default=True,
     help="shipped: the models that come with simpart. Else every constant is refitted on what the split leaves in: "
-    "leave-one-device-out, leave-one-generation-out, leave-one-source-out, published, random.",
+    "leave-one-device-out, leave-one-generation-out, leave-one-source-out, published, random; of collectives "
+    "also leave-one-group-size-out, leave-one-cluster-out, unseen-sizes.",
 )
 @click.option("--models", type=click.Path(), help="Fitted models instead of the shipped ones.")
 @click.option("--floors", is_flag=True, help="Held-out devices may use the measured floor in their device file.")
@@ -60,8 +61,9 @@ def evaluate(
     judged, more = getattr(importlib.import_module(module), attribute)(
         frame, dataset, split, floors, models, _Progress()
     )
-    found = summary(judged, by=("source", "device", "family", "size_class", "limit", "status", "op"))
-    document = {"dataset": dataset, "kind": kind, "split": split, **found, **more}
+    charge = "alpha_beta" if kind == "collectives" else "roofline"
+    found = summary(judged, charge=charge, by=("source", "device", "family", "size_class", "limit", "status", "op"))
+    document = {"dataset": dataset, "kind": kind, "split": split, "charge": charge, **found, **more}
     if csv_path:
         _write_rows(judged, Path(csv_path))
     if figures:
@@ -170,7 +172,8 @@ def _print(document: dict[str, Any]) -> None:
             table.add_row(name, str(row["rows"]), *_cells(row), *(_percent(v) for v in row["baselines"].values()))
     console.print(table)
     charged = document["mape_all"]
-    console.print(f"MAPE with uncovered rows charged at the roofline's error: {_percent(charged)}", markup=False)
+    rest = f"{document['charge']}'s error: {_percent(charged)}"
+    console.print(f"MAPE with uncovered rows charged at the {rest}", markup=False)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:

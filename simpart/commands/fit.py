@@ -1,17 +1,21 @@
-"""`simpart fit`: learn compute models from measured kernels."""
+"""`simpart fit`: learn compute models from measured kernels, the communication model from measured collectives."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import click
 
 from simpart.commands._console import print_document
+from simpart.errors import UserError
 
 __all__ = ["fit"]
+
+_COMMUNICATION = "communication"
 
 
 @click.command()
@@ -19,7 +23,9 @@ __all__ = ["fit"]
 @click.option(
     "-o", "--output", type=click.Path(), help="Where to write the models; default: in place of the shipped ones."
 )
-@click.option("--family", "only", multiple=True, help="Learn only this family; may be repeated.")
+@click.option(
+    "--family", "only", multiple=True, help="Learn only this family (`communication` for links); may be repeated."
+)
 @click.option(
     "--seed",
     type=click.IntRange(0),
@@ -29,7 +35,8 @@ __all__ = ["fit"]
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], seed: int, as_json: bool) -> None:
-    """Learn kernel times from measurements in SOURCES (files or folders); prints errors on held-out devices.
+    """Learn kernel times, and those of collectives, from measurements in SOURCES (files or folders); prints errors on
+    held-out devices. With -o the communication model is written beside it as JSON.
 
     \b
     Example: simpart fit data/ops -o models.npz
@@ -44,9 +51,24 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
             last = now
             print(f"{text}, {now - start:.0f} s", file=sys.stderr, flush=True)
 
-    module: Any = importlib.import_module("simpart.costmodels.learned._command")
-    models, files = module.fit(sources, output, only, seed, progress)
-    families = {name: {"weight": model.weight, **model.facts} for name, model in models.items()}
+    families: dict[str, Any] = {}
+    files: dict[str, Any] = {}
+    communication: Any = importlib.import_module("simpart.costmodels.learned_comm._command")
+    collectives = communication.collectives_in(sources) if not only or _COMMUNICATION in only else []
+    if collectives:
+        beside = str(Path(output).with_suffix(".json")) if output else None
+        fitted, found = communication.fit(collectives, beside, progress)
+        files.update(found)
+        families[_COMMUNICATION] = dict(fitted.facts)
+    elif _COMMUNICATION in only:
+        raise UserError(f"--family {_COMMUNICATION} needs a table of collectives, got none in {', '.join(sources)}")
+    wanted = [name for name in only if name != _COMMUNICATION]
+    kernels = [s for s in sources if Path(s) not in collectives and (not collectives or _may_hold_kernels(Path(s)))]
+    if (kernels and (wanted or not only)) or not collectives:
+        module: Any = importlib.import_module("simpart.costmodels.learned._command")
+        models, found = module.fit(kernels, output, wanted, seed, progress)
+        files.update(found)
+        families.update({name: {"weight": model.weight, **model.facts} for name, model in models.items()})
     if as_json:
         print_document(
             {"families": families, "files": files, "output": output, "timing": {"fit_s": time.monotonic() - start}}
@@ -58,6 +80,12 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
     table = Table("family", "held out", "as", "rows", "MAPE", "bias", box=None)
     for name, facts in families.items():
         for device, row in facts.get("held_out", {}).items():
-            table.add_row(name, device, row["status"], str(row["rows"]), f"{row['mape']:.1%}", f"{row['bias']:+.1%}")
+            table.add_row(
+                name, device, row.get("status", ""), str(row["rows"]), f"{row['mape']:.1%}", f"{row['bias']:+.1%}"
+            )
     Console(highlight=False, soft_wrap=True).print(table)
     click.echo(f"fitted in {time.monotonic() - start:.0f} s")
+
+
+def _may_hold_kernels(source: Path) -> bool:
+    return not source.is_dir() or any(source.glob("**/op_*"))

@@ -1,0 +1,53 @@
+"""What `simpart fit` asks of the learned communication model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from simpart.costmodels.learned._adapters import read_frame
+from simpart.costmodels.learned_comm._artifact import SHIPPED, save
+from simpart.costmodels.learned_comm._calibrate import fit as fit_records
+from simpart.costmodels.learned_comm._evaluating import clean
+from simpart.costmodels.learned_comm._model import Fitted
+from simpart.costmodels.learned_comm._records import is_collectives, joined, read_records
+from simpart.errors import UserError
+
+__all__ = ["collectives_in", "fit"]
+
+_HEAD_BYTES = 4096
+
+
+def collectives_in(sources: Sequence[str]) -> list[Path]:
+    """Those of these files, or files named collectives.csv in these folders, that are tables of collectives."""
+    found = []
+    for source in map(Path, sources):
+        inside = sorted(source.glob("**/collectives*.csv")) if source.is_dir() else [source]
+        found += [
+            path for path in inside if path.suffix == ".csv" and path.is_file() and is_collectives(_columns(path))
+        ]
+    return found
+
+
+def _columns(path: Path) -> list[str]:
+    with path.open("rb") as file:
+        first = file.read(_HEAD_BYTES).decode("utf-8", errors="replace").splitlines()
+    return [name.strip() for name in first[0].split(",")] if first else []
+
+
+def fit(paths: Sequence[Path], output: str | None, progress: Callable[[str], None]) -> tuple[Fitted, dict[str, Any]]:
+    """Learn from all these files and write the model. Raises UserError when no row of them is usable."""
+    tables, files = [], {}
+    for path in paths:
+        progress(f"reading {path.name}")
+        records = read_records(read_frame(path), str(path))
+        cleaned, refused = clean(records)
+        files[path.name] = {"rows": len(records), "left_out": refused}
+        if len(cleaned):
+            tables.append(cleaned)
+    if not tables:
+        raise UserError(f"nothing to fit: no usable collective in {', '.join(map(str, paths))}")
+    model = fit_records(joined(tables), progress)
+    save(Path(output) if output else SHIPPED, model)
+    return model, files
