@@ -74,6 +74,8 @@ def validate(
         else:
             click.echo(f"job written to {prepare} for {file.plan.device_count} processes; on one machine:  {command}")
         return
+    if collect is None:
+        refuse_elsewhere(file)
     predicted = predict(file, store, profiles=not no_profiles)
     if collect is not None:
         report = running.report_of(running.collect(collect)[0], predicted)
@@ -104,6 +106,20 @@ def validate(
     print_report(report)
     if trace is not None:
         click.echo(f"trace written to {trace}; open it in ui.perfetto.dev")
+
+
+def refuse_elsewhere(file: PlanFile) -> None:
+    """A plan for GPUs says nothing of a run on this machine's CPU."""
+    used = {file.cluster.device(d) for group in file.plan.groups for d in group.devices}
+    needed = sorted(device.name for device in used if device.kind == "gpu")
+    if needed:
+        import torch
+
+        if not torch.cuda.is_available():
+            raise UserError(
+                f"the plan is for {file.cluster.name} ({', '.join(needed)}), this machine has no GPU; write a job with "
+                "--prepare JOB and run it there with torchrun, or plan for --cluster local"
+            )
 
 
 def predict(file: PlanFile, store: Path | None, *, profiles: bool) -> SimResult:
