@@ -264,7 +264,7 @@ def test_a_device_file_is_written_to_and_stays_one() -> None:
 
 
 # --- plans edited by hand --------------------------------------------------------------------------------------------
-VALUES = [None, True, 0, 1, -1, 2, 10**30, 1.5, 1e308, "", "x", "0:2", "0:0", [], {}, [[]], [0], {"a": 1}]
+VALUES: list[Any] = [None, True, 0, 1, -1, 2, 10**30, 1.5, 1e308, "", "x", "0:2", "0:0", [], {}, [[]], [0], {"a": 1}]
 
 
 def places(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -273,7 +273,7 @@ def places(item: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
         yield from places(value, (*path, key))
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_a_plan_edited_at_random_is_read_or_refused(here: Path, data: st.DataObject) -> None:
     whole = json.loads((here / "plan.json").read_text())

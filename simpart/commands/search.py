@@ -37,7 +37,7 @@ __all__ = ["search"]
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def search(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
     """Search for the plan with the shortest simulated step that fits. MODEL is a zoo name with dims,
-    package.module:factory or a .graph file. Ctrl-C ends the search; the best plan so far is the answer, the exit status 130."""
+    package.module:factory or a .graph file. Ctrl-C ends the search with the best plan so far and exit status 130."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
     from simpart.commands._progress import search_progress
     from simpart.plan_format import PlanFile, save_plan
