@@ -174,7 +174,9 @@ def _device_table(device: Device) -> Table:
         table.add_row("multiprocessors", str(device.multiprocessors), sources.get("multiprocessors", ""))
     trained = _validated_rows(device.name)
     words = ", ".join(f"{count} of {family}" for family, count in trained.items())
-    table.add_row("kernel models", f"validated on {sum(trained.values())} rows" if trained else "never validated", words)
+    table.add_row(
+        "kernel models", f"validated on {sum(trained.values())} rows" if trained else "never validated", words
+    )
     return table
 
 
