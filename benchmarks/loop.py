@@ -33,8 +33,8 @@ from simpart.validate import validate
 
 MODELS = {
     "gpt": ("gpt:layers=6,hidden=384,heads=6,seq=256,vocab=8192", 16),
-    "resnet50": ("resnet50:image=64,classes=100", 16),
-    "unet": ("unet:image=64,base=16,depth=3", 16),
+    "resnet50": ("resnet50:image=96,classes=100", 16),
+    "unet": ("unet:image=128,base=32,depth=3", 16),
     "gpt-head": ("gpt:layers=3,hidden=256,heads=4,seq=256,vocab=32768", 16),
 }
 """Model and global batch. The last one's head outweighs its layers, so that its best cut is not in the middle."""
@@ -80,7 +80,7 @@ def once(model: str, global_batch: int, store: Path, steps: int, budget_s: float
     cluster = load_cluster(f"local:{PROCESSES}")
     training = TrainingSpec(optimizer="adamw")
     place = Store.at(store)
-    profile_links(PROCESSES, place)
+    profile_links(PROCESSES, place, busy=True)
     space = Space(min_stages=2, max_stages=2, recompute=("none",))
     sizes = {2}
     while True:  # measure what the best plan runs, until it is what was measured

@@ -24,12 +24,14 @@ class MeasuredLinks:
 
     Per kind, number of ranks and `busy`, the log of the time is piecewise linear in the log of the bytes. Beyond the
     sizes measured, or for another number of ranks or several groups at once, it is the nearest point times `base`'s
-    ratio: extrapolated. Times are lower quartiles: strangers on a machine lengthen a message, they never shorten it.
+    ratio: extrapolated. Points measured beside other work on the same cores are preferred where there are any: in a
+    pipeline the receiver computes while a message comes. Times are lower quartiles: strangers on a machine lengthen a
+    message, they never shorten it.
     """
 
     profiles: Profiles
     base: CommModel
-    busy: bool = False
+    busy: bool = True
 
     def estimate(self, table: CollectiveTable, cluster: Cluster) -> Estimate:
         plain = self.base.estimate(table, cluster)

@@ -66,12 +66,12 @@ def demo(model: str, place: Path) -> None:
     say(
         start,
         f"profile    $ simpart profile ops {model} --store {store}\n"
-        f"           $ simpart profile links --cluster local:2 --store {store}",
+        f"           $ simpart profile links --cluster local:2 --busy --store {store}",
     )
     profile_ops, profile_links = local_profiler(store)
     done = profile_ops(graph, MICRO_BATCHES, processes=2, budget_s=75.0, training=training)
     print(f"  {done.measured} kernels measured with 2 busy processes, {done.found} known, {done.left} not measured")
-    points = profile_links(2)
+    points = profile_links(2, busy=True)
     print(f"  {points.measured} link sizes measured over gloo, {points.found} known")
 
     say(
