@@ -130,7 +130,7 @@ def test_a_users_factory_is_called_with_the_micro_batch(user: str) -> None:
     ("attribute", "message"),
     [
         ("mak", "did you mean 'make'?"),
-        ("number", "must be a function of the micro-batch that returns (module, inputs), got a int"),
+        ("number", "must be a function of the micro-batch that returns (module, inputs), got an int"),
         ("alone", "must return (module, inputs) with an nn.Module, got a Net"),
         ("broken", ".py:15"),
     ],
