@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,7 +20,6 @@ from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
 from simpart.hardware import Cluster, load_cluster
 from simpart.model_spec import canonical, parse_model
-from simpart.placement import Replicate, StatePlacement
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.plan_format import PlanFile
 from simpart.schedule import Schedule, parse_rows
@@ -223,14 +223,9 @@ def test_a_run_that_takes_too_long_is_ended(tmp_path: Path) -> None:
 
 def test_what_is_not_run_yet_is_refused(tmp_path: Path) -> None:
     file = plan_file(GPT, [0.5], [[2], [2]], 2)
-    plan = file.plan
-    at_rest = StatePlacement(optimizer=(("dp", Replicate()),))
-    sharded = Plan(
-        graph=plan.graph, groups=plan.groups, stages=plan.stages, batch=plan.batch, state=(("wte.weight", at_rest),)
-    )
-    other = PlanFile(plan=sharded, training=file.training, cluster=file.cluster, graph=file.graph)
-    with pytest.raises(UnsupportedError, match="are not run yet"):
-        validate(other, folder=tmp_path)
+    compiled = replace(file, plan=replace(file.plan, mode="compiled"))
+    with pytest.raises(UnsupportedError, match="mode 'compiled' is not run yet"):
+        validate(compiled, folder=tmp_path)
     with pytest.raises(UserError, match="runs with 2 processes, got nproc=3"):
         validate(file, nproc=3)
 

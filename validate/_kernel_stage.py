@@ -55,9 +55,12 @@ class Step:
 
 @dataclass(kw_only=True)
 class KernelStage:
-    """A stage ready to run. `held` says which sources fill which slots of a new frame; `arriving` the slots of values
-    that come from other stages; `buffers` the name of each that is written and how what it becomes lies. `run` takes steps of one phase and returns what leaves, by value number, GradientOf,
-    Updated or "loss"."""
+    """A stage ready to run.
+
+    `held` says which sources fill which slots of a new frame; `arriving` the slots of values that come from other
+    stages; `buffers` the name of each buffer that is written and how what it becomes lies. `run` takes the steps of
+    one phase and returns what leaves, by value number, GradientOf, Updated or "loss".
+    """
 
     slots: int
     held: tuple[tuple[int, Source], ...]
@@ -170,7 +173,8 @@ class _Compiler:
             loss_layout = self.flow.layouts[needs.loss]
             self.result("the loss", [self.slot[needs.loss, loss_layout]], ["loss"])
         first = self.steps
-        for key in [key for key in self.slot if key[0] in self.again]:
+        copies = self._copies_made_again(forward, backward, regions)
+        for key in [key for key in self.slot if key[0] in self.again or key in copies]:
             del self.slot[key]
 
         early = self._for_inputs(backward, leaving) if split else list(backward)
@@ -219,6 +223,21 @@ class _Compiler:
             view = kernel.view and self.inputs(k)[0] in again and not self.source_of(self.outputs(k)[0])
             again.update(v for v in self.outputs(k) if view or (inside and v not in read_elsewhere))
         return again
+
+    def _copies_made_again(
+        self, forward: Sequence[int], backward: Sequence[int], regions: list[set[int]]
+    ) -> set[tuple[int, Layout]]:
+        """Values in other layouts than they were made in, which only one recomputed region reads."""
+        region_of = {op: r for r, region in enumerate(regions) for op in region}
+        readers: dict[tuple[int, Layout], set[int]] = {}
+        for k in (*forward, *backward) if regions else ():
+            region = region_of.get(int(self.graph.flat.kernel_op[k]), -1)
+            for key in zip(self.inputs(k), self.flow.uses[k].inputs, strict=True):
+                readers.setdefault(key, set()).add(region)
+        return {
+            key for key, found in readers.items()
+            if len(found) == 1 and -1 not in found and key[1] != self.flow.layouts[key[0]] and key[0] not in self.held
+        }  # fmt: skip
 
     def _for_inputs(self, backward: Sequence[int], leaving: set[int]) -> list[int]:
         """The backward kernels that gradients sent to other stages need; all where none is sent."""
@@ -347,8 +366,8 @@ class _Compiler:
         layout = self.flow.layouts[update.value]
         if any(not isinstance(p, Replicate) and not (isinstance(p, Shard) and p.block is None) for p in layout):
             raise UnsupportedError(
-                f"buffer {self.source(update.buffer).name} becomes {layout_text(layout, self.flow.axes)}, which is not run; "
-                "split its kernel along whole chunks"
+                f"buffer {self.source(update.buffer).name} becomes {layout_text(layout, self.flow.axes)}, which is not "
+                "run; split its kernel along whole chunks"
             )
         name = self.source(update.buffer).name
         self.result(f"buffer {name}", [self.slot[update.value, layout]], [update])

@@ -157,9 +157,8 @@ def _text(strategy: Strategy) -> str:
 def _plain(call: Call, floating: torch.dtype | None, device: torch.device) -> Run:
     """The ATen overload on tensors, its other arguments filled in once."""
     function: Callable[..., Any] = torch.reshape if base_name(call.target) in VIEWS else operator(call.target)
-    content = json.loads(call.arguments) if call.arguments else {
-        "positional": [{"tensor": i} for i in range(len(call.inputs))], "named": {}
-    }  # fmt: skip
+    everything: Any = {"positional": [{"tensor": i} for i in range(len(call.inputs))], "named": {}}
+    content = json.loads(call.arguments) if call.arguments else everything
     marks = [_Mark(i) for i in range(len(call.inputs))]
 
     def made(item: Any) -> Any:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from simpart.plan import Plan
 from simpart.placement import Partial, Replicate
+from simpart.plan import Plan
 from simpart.schedule import Action
 from simpart.validate._boundary import Message
 from simpart.validate._crossings import Updated

@@ -136,9 +136,12 @@ def build_mesh_share(
         rest = state.rest_of(source)
         own = everything[name]
         resting[name] = Resting(
-            shape=tuple(own.shape), itemsize=DTYPE_BYTES[source.spec.dtype], parameter=rest_layout(rest.parameter, mesh.axes),
-            optimizer=rest_layout(rest.optimizer, mesh.axes), groups=tuple(sorted(holders.get(name, ()))),
-        )  # fmt: skip
+            shape=tuple(own.shape),
+            itemsize=DTYPE_BYTES[source.spec.dtype],
+            parameter=rest_layout(rest.parameter, mesh.axes),
+            optimizer=rest_layout(rest.optimizer, mesh.axes),
+            groups=tuple(sorted(holders.get(name, ()))),
+        )
         part = mesh.part(own.detach(), resting[name].parameter).to(device).clone(memory_format=torch.contiguous_format)
         parameters[name] = nn.Parameter(part, requires_grad=own.requires_grad)
     held_buffers = {n: b for n, b in exported.module.named_buffers() if names[n] == n}

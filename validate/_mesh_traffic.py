@@ -88,12 +88,11 @@ def pieces_of(plan: Plan, graph: Graph, flows: Sequence[Flow], way: Way) -> list
                 "strided parts are not run across stages; give both stages the same axes"
             )
     same = sizes[0] == sizes[1]
-    if not same and not spec.batched:
-        if way.gradient or len(sizes[0]) > 1:
-            raise UnsupportedError(
-                f"kernel {name} makes a tensor without a batch dim on {len(sizes[0])} replicas and its reader has "
-                f"{len(sizes[1])}; use the same replicas on both sides of the cut"
-            )
+    if not same and not spec.batched and (way.gradient or len(sizes[0]) > 1):
+        raise UnsupportedError(
+            f"kernel {name} makes a tensor without a batch dim on {len(sizes[0])} replicas and its reader has "
+            f"{len(sizes[1])}; use the same replicas on both sides of the cut"
+        )
     frames = []  # per side: (rank, replica, box)
     for side, (flow, layout) in enumerate(((source, left), (target, wanted))):
         if same:
@@ -107,13 +106,13 @@ def pieces_of(plan: Plan, graph: Graph, flows: Sequence[Flow], way: Way) -> list
         rows = []
         for coordinates in np.ndindex(*ranks[side].shape):
             replica = coordinates[names.index(REPLICA_AXIS)] if REPLICA_AXIS in names else 0
-            box = list(replicas[replica])
+            sides = list(replicas[replica])
             for placement, (_, size), part in zip(layout, flow.axes, coordinates, strict=True):
                 if isinstance(placement, Shard):
-                    start, stop = box[placement.dim]
+                    start, stop = sides[placement.dim]
                     ((first, length),) = chunk_rows(stop - start, placement, size, part)
-                    box[placement.dim] = (start + first, start + first + length)
-            rows.append((int(ranks[side][coordinates]), replica, tuple(box)))
+                    sides[placement.dim] = (start + first, start + first + length)
+            rows.append((int(ranks[side][coordinates]), replica, tuple(sides)))
         frames.append(rows)
     found = []
     for number, (rank, replica, box) in enumerate(frames[1]):

@@ -47,8 +47,8 @@ def shared_groups(plan: Plan, resting: Mapping[str, tuple[int, ...]], rank: int)
         if len({tuple(a for a in x if a[1] > 1) for x in axes}) > 1:
             name = next(n for n, g in resting.items() if g == groups)
             raise UnsupportedError(
-                f"parameter {name} is held by groups of axes {' and '.join(str(dict(a)) for a in axes)}: its gradients are "
-                "summed only between equal meshes; give these groups the same axes"
+                f"parameter {name} is held by groups of axes {' and '.join(str(dict(a)) for a in axes)}: its "
+                "gradients are summed only between equal meshes; give these groups the same axes"
             )
         for places in zip(*(m.ravel().tolist() for m in meshes), strict=True):
             made = dist.new_group(list(places))
