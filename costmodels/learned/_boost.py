@@ -1,7 +1,7 @@
 """Boosted oblivious trees: every node of a level asks the same question, so that a tree is a table of 2^depth values.
 
 Grown by histogram boosting on a smoothed absolute loss (iteratively reweighted squares). Trained with numba, evaluated
-with numpy: 500 trees of depth 7 on 10,000 rows in some 15 ms. References: Prokhorenkova et al., "CatBoost"
+with numpy: 300 trees of depth 6 on 10,000 rows in about 10 ms. References: Prokhorenkova et al., "CatBoost"
 (2018), for the trees; Friedman, "Greedy function approximation" (2001), for the boosting.
 """
 

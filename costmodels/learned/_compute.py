@@ -103,15 +103,17 @@ def _place(family: str) -> int:
 def _answer(model: FamilyModel, asked: list[Question], device: Device, floor_s: float):  # type: ignore[no-untyped-def]
     family = FAMILY_MODELS[model.family]
     sheet, _, widened = sheet_of(device, family.dtype)
-    values = np.array([q.dims for q in asked], dtype=np.float64)
+    _, sizes, ops, factors, detours = zip(*asked, strict=True)
+    values = np.array(sizes, dtype=np.float64)
     rows = Rows(
-        op=np.array([_OP_PLACE.get(q.op, 0) for q in asked], dtype=np.int64),
+        op=np.array([_OP_PLACE.get(op, 0) for op in ops], dtype=np.int64),
         dims={name: values[:, i] for i, name in enumerate(family.dims)},
         sheet=sheet,
     )
     found = model.predict(rows, device.name, floor_s if family.timed_by_host else None)
-    detour = np.array([q.prior_sd for q in asked])
-    seconds = np.exp(found.log_seconds) * np.array([q.factor for q in asked])
+    detour = np.array(detours)
+    least = family.arithmetic_s(rows)  # of the direct count, although some convolutions do with fewer multiplications
+    seconds = np.maximum(np.exp(found.log_seconds), least) * np.array(factors)
     measured = found.inside & (found.status == "seen")
     provenance = np.where(measured, PROVENANCES.index("interpolated"), PROVENANCES.index("extrapolated"))
     provenance = np.where(

@@ -114,8 +114,7 @@ class FamilyModel:
         if status == "seen":
             logs = analytic + self.residual(rows, analytic)
         elif status == "sibling":
-            like = self.sheets[self.nearest(sheet)]
-            logs = analytic + 0.5 * (self.residual(rows, analytic) + self.residual(rows, analytic, like))
+            logs = analytic + self.residual(rows, analytic, self.sheets[self.nearest(sheet)])
         elif status == "far":
             logs = analytic
         elif _one_kind(self.sheets):

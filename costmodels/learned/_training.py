@@ -26,8 +26,8 @@ _PER_DEVICE = 350  # rows that fit the constants
 _TREE_ROWS = 5000  # and the trees
 _PRIOR_SHARPENING = 3.0  # priors of constants are narrower than what single devices scatter by
 _Z90 = 1.645
-_QUICK = {"trees": 200, "depth": 6}
-_FULL = {"trees": 500, "depth": 7}
+_QUICK = {"trees": 150, "depth": 6}
+_FULL = {"trees": 300, "depth": 6}
 _LEAST_TREES, _ROWS_PER_TREE = 40, 10
 _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
 _SOFTWARE_ROWS = 20
@@ -97,7 +97,9 @@ def train(
     columns = columns_of(family, rows, analytic, rows.sheet)
     size = _QUICK if quick else _FULL
     trees = min(size["trees"], max(_LEAST_TREES, len(many) // _ROWS_PER_TREE))
-    boost = fit_boost(columns, np.log(many.latency_s) - analytic, weights, trees=trees, depth=size["depth"], seed=seed)
+    boost = fit_boost(
+        columns, np.log(many.latency_s) - analytic, weights, trees=trees, depth=size["depth"], rate=0.15, seed=seed
+    )
     return replace(model, boost=boost)
 
 
