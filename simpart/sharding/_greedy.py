@@ -16,6 +16,11 @@ from simpart.tdl import Call, Split, local_call, splits_following, splits_of
 __all__ = ["Lie", "Spread", "choose", "converted_bytes"]
 
 R = Replicate()
+MOVED = 1e18
+"""Bytes that moving a pinned parameter counts for: done only where pins contradict each other."""
+PER_STEP = 1 / 8
+"""Weight of bytes that move once per step, as gradients do that rest whole, against those of every micro-batch: a step
+of eight is assumed."""
 Spread = Callable[[tuple[int, ...]], Shard | None]
 """Where a tensor of this shape may be cut to spread replicated work, if anywhere."""
 
@@ -105,16 +110,19 @@ def _bytes(
     for i, (lie, target) in enumerate(zip(lies, split.strategy.inputs, strict=True)):
         if lie.placement == target or reached(i, target):
             continue
-        if lie.kind == "pinned":
-            return inf
         itemsize = DTYPE_BYTES[call.dtypes[i]] if call.dtypes else 4
         total += converted_bytes(call.inputs[i], itemsize, lie.placement, target, members)
+        if lie.kind == "pinned":
+            total += MOVED
+        elif lie.kind == "parameter" and isinstance(target, Shard):  # its gradient comes in shards and must be whole
+            total += PER_STEP * converted_bytes(call.inputs[i], itemsize, target, R, members)
     share = (members - 1) / members
     for exchange in split.exchanges:
         total += 2 * share * 4 * exchange.elements
     for k, place in enumerate(split.strategy.outputs):
         if k in wants:
-            total += converted_bytes(call.outputs[k], 4, place, wants[k], members)
+            share_of_step = PER_STEP if wants[k] == R else 1.0
+            total += share_of_step * converted_bytes(call.outputs[k], 4, place, wants[k], members)
         elif isinstance(place, Partial):  # it will be reduced, or spread
             spreads = spread is not None and spread(call.outputs[k]) is not None
             total += (1 if spreads else 2) * share * 4 * prod(call.outputs[k])

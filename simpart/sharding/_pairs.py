@@ -21,7 +21,7 @@ from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import calls_of
 from simpart.tdl import Call, Split, splits_following
 
-__all__ = ["Lookahead", "Pair"]
+__all__ = ["Lookahead", "Pair", "parameter_values"]
 
 FAR = 2000
 """Kernels that one split may reach: more than any layer has. It is no pair then."""
@@ -58,7 +58,7 @@ class Lookahead:
             if forward:
                 for value in dict.fromkeys(self.inputs[k]):
                     self.readers.setdefault(value, []).append(k)
-        self.parameters = _parameter_values(graph)
+        self.parameters = parameter_values(graph)
         specs = graph.flat.kernel_value_spec
         self.shape_of = {v: specs[v].shape(micro_batch) for v in self.parameters}
         self.from_input = self._depends_on_inputs(graph)
@@ -79,6 +79,15 @@ class Lookahead:
                             found.add(value)
                             stack.append(value)
         return found
+
+    def tables(self) -> list[int]:
+        """Parameters whose rows are looked up by tokens."""
+        return [
+            value
+            for value in self.parameters
+            for k in self.readers.get(value, ())
+            if family_of(self.call(k).target) == "embedding" and self.from_input & set(self.inputs[k])
+        ]
 
     def pairs(self, members: int, *, exchanges: bool, taken: Set[int] = frozenset()) -> list[Pair]:
         """All pairs of parameters not taken, in the order in which forward reads them. `exchanges`: kernels may
@@ -103,7 +112,7 @@ class Lookahead:
 _parameters: WeakKeyDictionary[Graph, dict[int, int]] = WeakKeyDictionary()
 
 
-def _parameter_values(graph: Graph) -> dict[int, int]:
+def parameter_values(graph: Graph) -> dict[int, int]:
     """Kernel-level to op-level numbers of parameters."""
     if graph in _parameters:
         return _parameters[graph]

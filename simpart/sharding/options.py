@@ -28,8 +28,8 @@ Ints = npt.NDArray[np.int64]
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Options:
     """`strategies[row[c] : row[c] + size[c]]` are those of kernel class c, replicating first; classes of equal calls
-    share rows. `compute_s` is one device's work, `exchange_s` the all-reduces inside the kernel, `pending_s` what reducing
-    its pending outputs would take (0 without any). `signatures` and `collectives` count what was priced."""
+    share rows. `compute_s` is one device's work, `exchange_s` the all-reduces inside the kernel, `pending_s` what
+    reducing its pending outputs would take (0 without any). `signatures` and `collectives` count what was priced."""
 
     strategies: tuple[Strategy, ...]
     row: Ints

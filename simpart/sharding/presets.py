@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import gcd
 from weakref import WeakKeyDictionary
 
 from simpart.errors import UnsupportedError, UserError
@@ -60,15 +61,12 @@ def tensor_parallel(
     taken = {value for pair in pairs for value in pair.parameters}
     tables = ahead.pairs(size, exchanges=True, taken=taken) if vocabulary is not False else []
     if vocabulary and not tables:
-        others = ahead.pairs(2, exchanges=True, taken=taken)
-        if not others:
-            raise UnsupportedError(
-                "vocab-parallel: no table looked up by tokens and no loss over a last product is found"
-            )
-        rows = {ahead.shape_of[value][0] for pair in others for value in list(pair.parameters)[:1]}
+        rows = sorted({ahead.shape_of[value][0] for value in ahead.tables()})
+        if not rows:
+            raise UnsupportedError("vocab-parallel: no table is looked up by tokens in this model; leave it out")
         raise UserError(
-            f"tp must divide the vocabulary of {' and '.join(map(str, sorted(rows)))} to split it, got tp={size}; "
-            f"try tp {divisors(min(rows))}, or leave it whole with --no-vocab-parallel"
+            f"tp must divide the vocabulary of {' and '.join(map(str, rows))} to split it, got tp={size}; "
+            f"try tp {divisors(gcd(*rows))}, or leave it whole with --no-vocab-parallel"
         )
     found = {ahead.parameters[v]: place for pair in (*pairs, *tables) for v, place in pair.parameters.items()}
     pins = tuple(Pin("parameter", pattern, place) for pattern, place in by_pattern(graph, found))

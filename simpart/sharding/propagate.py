@@ -12,6 +12,7 @@ from simpart.graph import Graph, Kernel, Phase
 from simpart.placement import AxisStrategy, Halo, Partial, Placement, Replicate, Shard, Sharding, Strategy
 from simpart.plan import REPLICA_AXIS
 from simpart.sharding._greedy import Lie, Spread, choose, converted_bytes
+from simpart.sharding._pairs import parameter_values
 from simpart.sharding._regions import Region, Wiring, wiring_of
 from simpart.sharding.mesh import Axes, calls_of, mesh_of, use_of
 from simpart.sharding.pins import Pin, Pinned, pinned
@@ -106,26 +107,25 @@ class _Walk:
         self._run()
 
     def _wanted(self) -> dict[int, Placement]:
-        """Where gradients of pinned parameters go, carried back through views."""
+        """Where gradients of parameters go, those not pinned whole; carried back through views."""
         found: dict[int, Placement] = {}
         flat = self.graph.flat
-        starts, firsts = self.graph.value_offsets.tolist(), self.wiring.offsets
-        op_value = {v: v for v in range(len(self.graph.sources))}
-        for start, first, call in zip(starts, firsts, self.graph.calls, strict=True):
-            for i in range(len(self.graph.templates[call.template].sources)):
-                op_value[first + i] = start + i
-        for value, place in self.pins.values.items():
-            gradient = self.graph.gradients.get(op_value[value])
-            while gradient is not None and gradient not in found:
+        kernel_value = {op: value for value, op in parameter_values(self.graph).items()}
+        for op_value, last in self.graph.gradients.items():
+            place: Placement = self.pins.values.get(kernel_value[op_value], R)
+            gradient = last
+            while gradient not in found:
                 found[gradient] = place
                 k = int(flat.kernel_value_kernel[gradient])
                 kernel = self.graph.kernel_classes[int(flat.kernel_class[k])]
                 if not kernel.view or len(kernel.outputs) > 1:
                     break
-                back = splits_following(self._call(k), self.members, 0, place, output=True)
-                if not back or not isinstance(back[0].strategy.inputs[0], Shard):
-                    break
-                place, gradient = back[0].strategy.inputs[0], int(flat.kernel_inputs[flat.kernel_indptr[k]])
+                if place != R:
+                    back = splits_following(self._call(k), self.members, 0, place, output=True)
+                    if not back or not isinstance(back[0].strategy.inputs[0], Shard):
+                        break
+                    place = back[0].strategy.inputs[0]
+                gradient = int(flat.kernel_inputs[flat.kernel_indptr[k]])
         return found
 
     def _call(self, kernel: int) -> Call:
@@ -167,15 +167,17 @@ class _Walk:
         key = (template, phase, id(region), tuple(lies), pins, own, wants, id(forward))
         done = self.known.get(key)
         if done is None:
-            done = self.known[key] = self._follow(
-                template,
-                region,
-                dict(zip(region.outside, lies, strict=True)),
-                dict(pins),
-                dict(own),
-                dict(wants),
-                forward,
-            )
+            start = dict(zip(region.outside, lies, strict=True))
+            chosen: dict[int, AxisStrategy] = {}
+            for _ in range(2):  # again, when it is known where views are better made of what is converted
+                done, moved = self._follow(
+                    template, region, dict(start), dict(pins), dict(own), dict(wants), forward, chosen
+                )
+                if not moved:
+                    break
+                chosen |= moved
+            assert done is not None
+            self.known[key] = done
         self.lies.update([(base + ref, lie) for ref, lie in done.lies.items()])
         self.followed.append((call, region, done))
         return done
@@ -193,10 +195,20 @@ class _Walk:
         own: Mapping[int, Strategy],
         wants: Mapping[int, Placement],
         forward: _Done | None,
-    ) -> _Done:
+        views: Mapping[int, AxisStrategy],
+    ) -> tuple[_Done, dict[int, AxisStrategy]]:
+        """What the region does, and the strategies of views that were changed at the end."""
         done = _Done(reached=set(forward.reached) if forward is not None else set())
         base, kernels = self.wiring.class_base[template], self.graph.templates[template].kernels
         local: dict[int, Call] = {}
+        viewed: dict[int, int] = {}
+
+        def reached(ref: int, place: Placement | Halo) -> bool:
+            """Whether a value is there already, or will be made of what is (see `_before_views`)."""
+            if (ref, place) in done.reached:
+                return True
+            return place == R and ref in viewed and (lies[viewed[ref]].placement == R or reached(viewed[ref], R))
+
         for k, refs, first, count in region.kernels:
             strategy = own.get(k) or self.classes.get(base + k, NONE)
             call = local[k] = use_of(self.calls[base + k], strategy, self.outer).local
@@ -204,12 +216,14 @@ class _Walk:
             having = [lies[ref] for ref in refs]
             if k in pins:
                 chosen = self._pinned(call, having, pins[k], base + k)
+            elif k in views:
+                chosen = views[k]
             else:
                 chosen = choose(
                     call,
                     self.members,
                     having,
-                    lambda i, p, refs=refs: (refs[i], p) in done.reached,  # type: ignore[misc]
+                    lambda i, p, refs=refs: reached(refs[i], p),  # type: ignore[misc]
                     view=kernels[k].view,
                     wants=wanted,
                     spread=self.spread,
@@ -218,12 +232,13 @@ class _Walk:
             for ref, target in zip(refs, chosen.inputs, strict=True):
                 if lies[ref].placement != target:
                     done.reached.add((ref, target))
+            if kernels[k].view and count == 1 and len(refs) == 1:
+                viewed[first] = refs[0]
             alias = kernels[k].view and bool(refs) and having[0].kind != "value"
             for n, place in enumerate(chosen.outputs):
                 lie = lies[first + n] = done.lies[first + n] = Lie(place, having[0].kind if alias else "value")
                 assert lie.placement == place
-        self._before_views(kernels, region, lies, done, local)
-        return done
+        return done, self._before_views(kernels, region, lies, done, local)
 
     def _pinned(self, call: Call, lies: Sequence[Lie], place: Placement, cls: int) -> AxisStrategy:
         """The cheapest split whose first output lies as pinned."""
@@ -256,9 +271,10 @@ class _Walk:
 
     def _before_views(
         self, kernels: Sequence[Kernel], region: Region, lies: dict[int, Lie], done: _Done, local: Mapping[int, Call]
-    ) -> None:
+    ) -> dict[int, AxisStrategy]:
         """Where all readers of a view, in the same op, want it one other way, convert what is viewed: it is done once
         for all views of a value, and at the border of an op."""
+        changed: dict[int, AxisStrategy] = {}
         readers: dict[int, list[tuple[int, int]]] = {}
         for k, refs, _, _ in region.kernels:
             for i, ref in enumerate(refs):
@@ -284,11 +300,12 @@ class _Walk:
                 chosen = back[0].strategy
             if prod(call.inputs[0]) > prod(call.outputs[0]):
                 continue
-            done.strategies[k] = chosen
+            done.strategies[k] = changed[k] = chosen
             done.reached.discard((first, target))
             if lies[refs[0]].placement != chosen.inputs[0]:
                 done.reached.add((refs[0], chosen.inputs[0]))
             lies[first] = done.lies[first] = replace(lies[first], placement=target)
+        return changed
 
     def result(self) -> Sharding:
         """The most frequent strategy of a class stands for it; other instances are overrides."""
