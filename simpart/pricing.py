@@ -111,9 +111,7 @@ def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int, part: Floats |
         seconds=np.bincount(owner, weights=mean, minlength=n).astype(np.float64),
         by_family=by_family,
         by_provenance=by_provenance,
-        own_variance=np.bincount(owner, weights=(mean * estimate.own_log_sd[rows]) ** 2, minlength=n).astype(
-            np.float64
-        ),
+        own_variance=np.bincount(owner, weights=own, minlength=n).astype(np.float64),
         families=estimate.families,
         shared_log_sd=shared,
     )

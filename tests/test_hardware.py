@@ -180,7 +180,8 @@ def test_nodes_are_counted_after_a_colon() -> None:
          "cluster 'dgx-a100:0': the number of nodes after ':' must be a whole number from 1 to 99999, got '0'"),
         ("dgx-a100:two",
          "cluster 'dgx-a100:two': the number of nodes after ':' must be a whole number from 1 to 99999, got 'two'"),
-        ("local:-1", "cluster 'local:-1': the number of nodes after ':' must be a whole number from 1 to 99999, got '-1'"),
+        ("local:-1",
+         "cluster 'local:-1': the number of nodes after ':' must be a whole number from 1 to 99999, got '-1'"),
         ("k80", "'k80' is a device, not a cluster; "
                 "known clusters: a100-v100, dgx-a100, dgx-h100, dgx-v100, local, p2.8xlarge"),
         ("nowhere/x.yaml", "cannot read nowhere/x.yaml: No such file or directory"),

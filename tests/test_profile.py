@@ -221,7 +221,7 @@ def test_worker_that_dies_ends_the_run_with_a_word(
 ) -> None:
     start = _profile_ops.start_worker
     monkeypatch.setattr(_profile_ops, "start_worker", lambda module, job, on_line: start("_no_such", job, on_line))
-    with pytest.raises(UserError, match="ended with exit status 1 .* before its work was done"):
+    with pytest.raises(UserError, match=r"ended with exit status 1 .* before its work was done"):
         profile_graph_ops(graph, [2], 1, Store.at(tmp_path))
 
 

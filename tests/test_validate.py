@@ -292,10 +292,3 @@ def test_the_updater_equals_torch_with_clipping_and_float32_sums_of_bfloat16_gra
         optimizer.step()
         torch.testing.assert_close(ours.detach(), theirs.detach().bfloat16(), rtol=0, atol=0, msg=f"step {step}")
     assert updater.state_bytes() >= 3 * 6 * 4
-
-
-def test_buckets_are_as_large_as_the_simulation_assumes() -> None:
-    from simpart import lowering
-    from simpart.validate import _gradients
-
-    assert _gradients.BUCKET_BYTES == lowering.BUCKET_BYTES

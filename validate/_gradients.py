@@ -11,12 +11,10 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from simpart.errors import UnsupportedError
+from simpart.group_costs import BUCKET_BYTES
 from simpart.training import TrainingSpec
 
-__all__ = ["BUCKET_BYTES", "Updater", "holder_groups"]
-
-BUCKET_BYTES = 25 << 20
-"""Most bytes of one all-reduce, as the lowering assumes: the default of torch's DistributedDataParallel."""
+__all__ = ["Updater", "holder_groups"]
 
 
 def holder_groups(holders: Mapping[str, tuple[int, ...]], world_size: int) -> dict[tuple[int, ...], Any]:
