@@ -227,7 +227,6 @@ def test_sharded_plans_on_two_processes_equal_one_process(tmp_path: Path) -> Non
         plan_file(GPT, {"tp": 2}, [2], **preset(GPT, 2, tp=2, sp=True), gradient_clip_norm=0.05, optimizer="momentum"),
         plan_file(GPT, {"dp": 2}, [3, 2], state=FSDP, gradient_clip_norm=0.05),
         plan_file(MLP, {"y": 2}, [4], sharding=backward_unlike_forward, state=columns),
-        plan_file(RESNET, {"d": 2}, [4], sharding=batch_split(RESNET, 4)),
     ]
     results = run(tmp_path, files, 2)
     assert_exact(results, files)
@@ -248,6 +247,7 @@ def test_more_sharded_plans_on_two_processes_equal_one_process(tmp_path: Path) -
         plan_file(GPT, {"dp": 2}, [2, 2], state=FSDP, recompute=(0.2, 0.6)),
         plan_file(RESNET, {"dp": 2}, [2, 2], state=FSDP),
         plan_file(RESNET, {"tp": 2}, [2], **preset(RESNET, 2, tp=2)),
+        plan_file(RESNET, {"d": 2}, [4], sharding=batch_split(RESNET, 4)),
         plan_file(UNET, {"d": 2}, [4], sharding=batch_split(UNET, 4)),
         plan_file(LSTM, {"d": 2}, [4], sharding=batch_split(LSTM, 4)),
         plan_file(MOE, {"ep": 2}, [2], **preset(MOE, 2, ep=2)),
@@ -255,7 +255,7 @@ def test_more_sharded_plans_on_two_processes_equal_one_process(tmp_path: Path) -
     ]
     results = run(tmp_path, files, 2)
     assert_exact(results, files)
-    assert "F all_to_all ep" in results[9][0]["check"]["collectives"]
+    assert "F all_to_all ep" in results[10][0]["check"]["collectives"]
 
 
 @pytest.mark.slow
