@@ -228,7 +228,7 @@ def test_the_command_writes_the_file_and_one_document(captures: list[str], tmp_p
 
 
 def test_a_missing_folder_is_told_before_capturing(captures: list[str], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"the folder of .* does not exist"):
+    with pytest.raises(UserError, match="there is no folder"):
         CliRunner().invoke(
             capture_command,
             [TINY, "-o", str(tmp_path / "no" / "g.graph")],

@@ -155,7 +155,9 @@ def test_the_model_stated_is_the_graphs(file: Path) -> None:
 
 
 def test_many_micro_batches_cost_nothing_to_read(file: Path) -> None:
-    assert load_plan(edited(file, "plan", "batch", "micro_batches", to=10**15)).plan.batch.micro_batches == 10**15
+    assert load_plan(edited(file, "plan", "batch", "micro_batches", to=2**17)).plan.batch.micro_batches == 2**17
+    with pytest.raises(UserError, match="make larger or fewer micro-batches"):
+        load_plan(edited(file, "plan", "batch", "micro_batches", to=10**15))
 
 
 def test_nothing_is_written_where_it_cannot_be(tmp_path: Path) -> None:
