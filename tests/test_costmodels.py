@@ -26,6 +26,7 @@ from simpart.costmodels import (
     physical_bound_s,
 )
 from simpart.costmodels.alpha_beta import path_of
+from simpart.costmodels.learned import Learned
 from simpart.errors import UnsupportedError
 from simpart.hardware import Cluster, Device, LinkLevel, load_cluster, load_device
 from simpart.hardware_profiles._environment import Environment, local_device_name, torch_version
@@ -77,7 +78,7 @@ def link(size: int, seconds: float, device: str, kind: str = "p2p") -> LinkRecor
 # --- the shared suite ------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", COMPUTE_MODELS)
 def test_every_compute_model_passes_the_suite(name: str) -> None:
-    check_compute_model(COMPUTE_MODELS[name](Profiles()), scaling=True)
+    check_compute_model(COMPUTE_MODELS[name](Profiles()), scaling=name != "learned")  # launches are no rates
 
 
 @pytest.mark.parametrize("name", COMM_MODELS)
@@ -180,7 +181,7 @@ def test_default_costs_use_profiles_of_the_cluster_and_no_others(tmp_path: Path)
     store.append([link(1024, 1e-4, local_device_name())])
     local = default_costs(load_cluster("local:2"), tmp_path)
     assert isinstance(local.compute, Fallback) and isinstance(local.communication, MeasuredLinks)
-    assert isinstance(default_costs(load_cluster("dgx-a100"), tmp_path).compute, Roofline)
+    assert isinstance(default_costs(load_cluster("dgx-a100"), tmp_path).compute, Learned)
     assert isinstance(default_costs(load_cluster("local:2"), tmp_path, profiles=False).compute, Roofline)
 
 

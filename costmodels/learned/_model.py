@@ -26,6 +26,7 @@ Names = np.ndarray[tuple[int], np.dtype[np.object_]]
 
 STATUSES = ("seen", "sibling", "new", "far")
 SIBLING = 0.5
+_SAME = 0.01
 FAR = 2.5
 _STACKED = 10e9  # bytes/s per multiprocessor from which memory is stacked on the chip (HBM)
 _LEAST_FLOOR = 0.3  # of a measured floor that is not the work of the smallest kernel itself
@@ -70,8 +71,8 @@ class FamilyModel:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def status(self, device: str, sheet: Sheet) -> str:
-        """How the device stands to the trained ones."""
-        if device in self.sheets:
+        """How the device stands to the trained ones. One of a trained name with other numbers is another device."""
+        if device in self.sheets and distance(self.sheets[device], sheet) < _SAME:
             return "seen"
         near = self.nearest(sheet)
         if distance(self.sheets[near], sheet) < SIBLING:
