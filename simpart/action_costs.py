@@ -124,7 +124,7 @@ class ActionCosts:
         graph, ops, regions = self.layouts.stage(plan, layout, s, variant.micro_batch)
         if sharded >= 0:
             return self._sharded_parts(plan, layout, s, variant, graph)
-        key = (layout.stage_numbers[s], variant.micro_batch, variant.device.name)
+        key = (self.layouts.structure(plan, layout, s, variant.micro_batch), variant.micro_batch, variant.device.name)
         if key not in self.parts:
             price = self.layouts.problem.prices([variant.micro_batch], variant.device)[variant.micro_batch]
             counts = _counts(graph, ops)

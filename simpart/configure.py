@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from math import isqrt, prod
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -91,14 +92,9 @@ def configure(problem: Problem, configuration: Configuration) -> Plan:
         raise UserError(f"zero={configuration.zero} divides state among replicas and dp is 1; raise dp or use zero=0")
     micro_batch, count = split_batch(problem.global_batch, dp, configuration.micro_batch)
     graph = problem.graph.at(micro_batch)
-    stage_of = equal_layers(graph, pp)
     sharded = shard(graph, micro_batch, degrees, dp) if degrees.axes or degrees.zero else None
     name = "+".join(axis for axis, _ in degrees.axes) if sharded and sharded.sharding != Sharding() else None
-    stages = []
-    for s in range(pp):
-        ops = np.flatnonzero(stage_of == s)
-        regions = recompute_regions(graph, ops) if configuration.recompute == "full" else ()
-        stages.append(Stage(ops=OpSet.of(graph, ops), group=s, recompute=regions, sharding=name))
+    stages = _stages(graph, pp, configuration.recompute, name)
     width = dp * replica
     groups = tuple(
         DeviceGroup(devices=Devices.of(range(s * width, (s + 1) * width)), axes=(("dp", dp), *degrees.axes))
@@ -107,13 +103,30 @@ def configure(problem: Problem, configuration: Configuration) -> Plan:
     return Plan(
         graph=graph.fingerprint,
         groups=groups,
-        stages=tuple(stages),
+        stages=stages,
         batch=Batch(micro_batches=count, sizes=((micro_batch,) * dp,) * pp),
         schedule=Schedule(kind=configuration.schedule),
         shardings=((name, sharded.sharding),) if sharded and name else (),
         state=sharded.state if sharded else (),
         mode=problem.mode,
     )
+
+
+_staged: WeakKeyDictionary[Graph, dict[tuple[int, str, str | None], tuple[Stage, ...]]] = WeakKeyDictionary()
+
+
+def _stages(graph: Graph, pp: int, recompute: str, sharding: str | None) -> tuple[Stage, ...]:
+    """Stages of equal layers, one per group; made once, so that plans share them."""
+    known = _staged.setdefault(graph, {})
+    key = (pp, recompute, sharding)
+    if key not in known:
+        stage_of, stages = equal_layers(graph, pp), []
+        for s in range(pp):
+            ops = np.flatnonzero(stage_of == s)
+            regions = recompute_regions(graph, ops) if recompute == "full" else ()
+            stages.append(Stage(ops=OpSet.of(graph, ops), group=s, recompute=regions, sharding=sharding))
+        known[key] = tuple(stages)
+    return known[key]
 
 
 def split_batch(global_batch: int, dp: int, micro_batch: int | None) -> tuple[int, int]:

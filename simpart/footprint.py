@@ -186,7 +186,7 @@ class Footprints:
                 input_transient=found.input_transient + largest,
                 weight_transient=found.weight_transient + largest,
             )
-        key = (layout.stage_numbers[s], b)
+        key = (self.layouts.structure(plan, layout, s, b), b)
         if key not in self.known:
             self.known[key] = activations_of(graph, ops, b, regions)
         return self.known[key]

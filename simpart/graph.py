@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -236,6 +236,18 @@ class Graph:
     @cached_property
     def parameters(self) -> dict[int, Source]:
         return {value: source for value, source in self.all_sources() if source.kind == "parameter"}
+
+    @cached_property
+    def reads(self) -> dict[SourceKind, tuple[Ints, Ints]]:
+        """Per kind of source every read of one: ops, in order, and the values they read."""
+        kind_of = {value: source.kind for value, source in self.all_sources()}
+        kinds = np.array([kind_of.get(value, "") for value in range(len(self.flat.value_op))])
+        reader = np.repeat(np.arange(len(self.flat.op_class)), np.diff(self.flat.op_indptr))
+        found: dict[SourceKind, tuple[Ints, Ints]] = {}
+        for kind in get_args(SourceKind):
+            at = np.flatnonzero(kinds[self.flat.op_inputs] == kind)
+            found[kind] = (reader[at], self.flat.op_inputs[at])
+        return found
 
     @property
     def parameter_count(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import lcm
 from typing import Any
 
 import numpy as np
@@ -12,14 +13,14 @@ import numpy as np
 from simpart.action_costs import ActionCosts
 from simpart.cost import Collective
 from simpart.graph import Graph
-from simpart.hardware import Device
+from simpart.hardware import Cluster, Device
 from simpart.layout import Arrangement, Layout, Replicas
 from simpart.ledger import ClassCost, class_cost, moving
 from simpart.plan import Plan
 from simpart.pricing import Amount
 from simpart.sharded import StageShare, bucketed, kernel_value, local_share
 from simpart.topology import Reduction
-from simpart.transfers import Message, messages, sharing, slowest_device
+from simpart.transfers import Load, Message, busiest, loads, messages, sharing
 
 __all__ = ["BUCKET_BYTES", "GroupCosts"]
 
@@ -34,6 +35,8 @@ class GroupCosts:
 
     actions: ActionCosts
     known: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
+    sent: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
+    places: dict[tuple[int, int, int], int] = field(default_factory=dict)
     concurrent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     # --- between stages -----------------------------------------------------------------------------------------------
@@ -42,37 +45,43 @@ class GroupCosts:
     ) -> list[ClassCost]:
         """There and back of every edge. Where groups split kernels, every device of a replica sends its part to its
         counterpart (of a smaller group: in turn)."""
-        found = []
+        keys: list[tuple[Any, ...] | None] = []
+        missing: dict[tuple[Any, ...], list[Load]] = {}
         for e, edge in enumerate(layout.edges):
             source, target = plan.stages[edge.source].group, plan.stages[edge.target].group
-            if source == target:
-                found += [NOTHING, NOTHING]
-                continue
             values = [v for v, _ in layout.loads[e]]
-            parts = {} if shares is None else _boundary_parts(layout, shares[edge.source], values)
-            ends = arrangement.keys[source], arrangement.keys[target]
-            key = ("transfer", layout.load_keys[e], *ends, *parts.values())
+            parts = {} if shares is None or source == target else _boundary_parts(layout, shares[edge.source], values)
+            here, there = arrangement.ends[source], arrangement.ends[target]
             for back in (False, True):
-                if back and not edge.backward:
-                    found.append(NOTHING)
+                if source == target or (back and not edge.backward):
+                    keys.append(None)
                     continue
-                if (*key, back) not in self.known:
-                    here, there = arrangement.ends[source], arrangement.ends[target]
-                    self.known[*key, back] = self._transfer(
-                        layout.graph,
-                        [v for v, gradient in layout.loads[e] if gradient or not back],
-                        parts,
-                        *((there, here) if back else (here, there)),
-                    )
-                found.append(self.known[*key, back])
-        return found
+                key = (layout.load_keys[e], self._place(arrangement, source, target), back, *parts.values())
+                keys.append(key)
+                if key not in self.sent and key not in missing:
+                    moved = [v for v, gradient in layout.loads[e] if gradient or not back]
+                    ends = (there, here) if back else (here, there)
+                    sizes = partial(_sizes, layout.graph, moved, parts)
+                    missing[key] = loads(self.actions.communication.cluster, _counterparts(*ends), sizes)
+        prices = self.actions.communication
+        prices.of(load.collective for found in missing.values() for load in found)  # all at once
+        for key, found in missing.items():
+            self.sent[key] = class_cost("transfers", (), [(row, 1.0) for row in busiest(prices, found)])
+        return [NOTHING if key is None else self.sent[key] for key in keys]
 
-    def _transfer(
-        self, graph: Graph, values: list[int], parts: dict[int, float], here: Replicas, there: Replicas
-    ) -> ClassCost:
-        sizes = partial(_sizes, graph, values, parts)
-        rows = slowest_device(self.actions.communication, _counterparts(here, there), sizes)
-        return class_cost("transfers", (), [(row, 1.0) for row in rows])
+    def _place(self, arrangement: Arrangement, source: int, target: int) -> int:
+        """Equal for pairs of groups that lie alike in the cluster: moved by whole blocks of an inner level of links,
+        devices meet the same links."""
+        key = (arrangement.number, source, target)
+        if key not in self.places:
+            cluster, ends = self.actions.communication.cluster, (arrangement.ends[source], arrangement.ends[target])
+            devices = [d for _, replicas in ends for replica in replicas for d in replica]
+            shift = _shift(cluster, devices)
+            moved = tuple(
+                (sizes, tuple(tuple(d - shift for d in replica) for replica in replicas)) for sizes, replicas in ends
+            )
+            self.places[key] = self.actions.layouts.numbers.of(moved)
+        return self.places[key]
 
     # --- once per step ------------------------------------------------------------------------------------------------
     def reductions(
@@ -158,6 +167,16 @@ class GroupCosts:
 NOTHING = class_cost("")
 
 
+def _shift(cluster: Cluster, devices: Sequence[int]) -> int:
+    """By how much these may all be moved down without meeting other links; 0 on clusters of several kinds."""
+    if len(cluster.kinds) > 1 or any(level.only is not None for level in cluster.levels):
+        return 0
+    joining = cluster.levels.index(cluster.level_of(devices))
+    block = cluster.levels[joining - 1].size if joining else 1
+    block = lcm(block, *(level.shared_by for level in cluster.levels[: joining + 1]))
+    return min(devices) // block * block
+
+
 def _ranks(plan: Plan, groups: Sequence[int]) -> tuple[int, ...]:
     return tuple(d for g in groups for d in plan.groups[g].devices)
 
@@ -190,6 +209,6 @@ def _boundary_parts(layout: Layout, share: StageShare, values: list[int]) -> dic
 
 
 def _sizes(graph: Graph, values: list[int], parts: dict[int, float], micro_batch: int) -> list[tuple[int, bool, str]]:
-    """See `transfers.slowest_device`."""
+    """See `transfers.loads`."""
     specs = [(graph.flat.value_spec[value], parts.get(value, 1.0)) for value in values]
     return [(int(spec.bytes(micro_batch) * part), spec.batched, spec.dtype) for spec, part in specs]

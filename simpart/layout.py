@@ -12,10 +12,11 @@ from simpart.errors import MismatchError
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.interning import Interner
-from simpart.memory import StateBytes, state_of, state_values
+from simpart.memory import StateBytes, state_of, state_table, state_values, storages_of
 from simpart.partition import Partition, check_plan, partition_of
 from simpart.plan import Plan, check_shape
 from simpart.problem import Problem
+from simpart.split_backward import weight_share
 from simpart.topology import StageEdge
 from simpart.training import TrainingSpec
 
@@ -100,6 +101,7 @@ class Layouts:
     known: dict[tuple[Any, ...], Layout] = field(default_factory=dict)
     arranged: dict[tuple[int, int], Arrangement] = field(default_factory=dict)
     stages: dict[tuple[Any, ...], tuple[Ints, tuple[Ints, ...]]] = field(default_factory=dict)
+    structures: dict[tuple[Any, ...], int] = field(default_factory=dict)
     sound: set[tuple[Any, ...]] = field(default_factory=set)
 
     def of(self, plan: Plan) -> Layout:
@@ -141,6 +143,14 @@ class Layouts:
             )
         return self.arranged[key]
 
+    def structure(self, plan: Plan, layout: Layout, s: int, b: int) -> int:
+        """Equal for stages whose kernels are equal and read one another alike, such as equally many middle layers."""
+        graph, ops, regions = self.stage(plan, layout, s, b)
+        key = (graph.fingerprint, layout.stage_numbers[s])
+        if key not in self.structures:
+            self.structures[key] = self.numbers.of((graph.fingerprint, _structure(graph, ops, regions)))
+        return self.structures[key]
+
     def stage(self, plan: Plan, layout: Layout, s: int, b: int) -> tuple[Graph, Ints, tuple[Ints, ...]]:
         """Ops of stage s and its recomputed regions, in the structure that runs at micro-batch b (1 may have its
         own)."""
@@ -168,22 +178,22 @@ def _lay_out(problem: Problem, plan: Plan, number: int, numbers: Interner) -> La
     values = [state_values(graph, ops) for ops in partition.ops]
     of_group = [[s for s, held in enumerate(holders) if g in held] for g in range(len(plan.groups))]
     held = tuple(np.unique(np.concatenate([values[s] for s in stages])) for stages in of_group)
-    trained = {v for v, s in graph.parameters.items() if s.trainable and problem.training.trains(s.name)}
+    trained = state_table(graph, problem.training)[3] > 0
+    free = trained.copy()  # not yet reduced by any stage
     tied: dict[tuple[int, ...], list[int]] = {}
-    reduced: set[int] = set()
     several = {v: (s,) for s, found in enumerate(partition.parameters) if len(holders[s]) > 1 for v in found.tolist()}
     for value, stages in (several | partition.shared).items():
         members = tuple(sorted({g for s in stages for g in holders[s]}))
-        if len(members) > 1 and value in trained:
+        if len(members) > 1 and trained[value]:
             tied.setdefault(members, []).append(value)
-            reduced.add(value)
+            free[value] = False
     own = []
     for found in partition.parameters:
-        mine = [v for v in found.tolist() if v in trained and v not in reduced]
-        reduced.update(mine)
-        own.append(np.array(mine, dtype=np.int64))
-    inputs = {value for value, source in graph.all_sources() if source.kind == "input"}
-    reads = [np.unique(_inputs_of(graph, ops)).tolist() for ops in partition.ops]
+        mine = found[free[found]]
+        free[mine] = False
+        own.append(mine)
+    readers, read = graph.reads["input"]
+    stage_inputs = tuple(np.unique(read[np.isin(readers, ops)]) for ops in partition.ops)
     made_in = {crossing.value: crossing.source for crossing in partition.crossings}
     home = plan.group_of_stage
     sent: list[set[int]] = [set() for _ in plan.stages]
@@ -195,7 +205,7 @@ def _lay_out(problem: Problem, plan: Plan, number: int, numbers: Interner) -> La
     stage_numbers = tuple(of((graph.fingerprint, stage.ops, stage.recompute)) for stage in plan.stages)
     shared = frozenset(v for _, found in tied_rows for v in found.tolist())
     parts = [
-        (tuple(sorted(mine)), tuple(sorted(shared.intersection(parameters.tolist()))))
+        (tuple(sorted(mine)), tuple(sorted(shared.intersection(parameters.tolist())) if shared else ()))
         for mine, parameters in zip(sent, partition.parameters, strict=True)
     ]
     return Layout(
@@ -205,34 +215,53 @@ def _lay_out(problem: Problem, plan: Plan, number: int, numbers: Interner) -> La
         holders=holders,
         edges=edges,
         loads=loads,
-        inputs=tuple(np.array([v for v in found if v in inputs], dtype=np.int64) for found in reads),
+        inputs=stage_inputs,
         sent=tuple(mine for mine, _ in parts),
         held=held,
         own=tuple(own),
-        own_bytes=tuple(state_of(graph, training, values.tolist()).gradients for values in own),
-        separate=tuple(_separate(graph, training, trained.intersection(p.tolist())) for p in partition.parameters),
+        own_bytes=tuple(state_of(graph, training, values).gradients for values in own),
+        separate=tuple(_separate(graph, training, p[trained[p]]) for p in partition.parameters),
         tied=tied_rows,
-        tied_bytes=tuple(state_of(graph, training, found.tolist()).gradients for _, found in tied_rows),
+        tied_bytes=tuple(state_of(graph, training, found).gradients for _, found in tied_rows),
         tied_values=shared,
-        states=tuple(state_of(graph, training, values.tolist()) for values in held),
+        states=tuple(state_of(graph, training, values) for values in held),
         stage_numbers=stage_numbers,
         stage_keys=tuple(of((n, *part)) for n, part in zip(stage_numbers, parts, strict=True)),
         load_keys=tuple(of((graph.fingerprint, load)) for load in loads),
-        held_keys=tuple(of((graph.fingerprint, tuple(found.tolist()))) for found in held),
+        held_keys=tuple(of((graph.fingerprint, found.tobytes())) for found in held),
     )
 
 
-def _separate(graph: Graph, training: TrainingSpec, values: set[int]) -> int:
-    specs = [graph.parameters[value].spec for value in values]
-    return sum(spec.bytes(1) for spec in specs if training.gradient_dtype not in (None, spec.dtype))
-
-
-def _inputs_of(graph: Graph, ops: Ints) -> Ints:
+def _structure(graph: Graph, ops: Ints, regions: Sequence[Ints]) -> bytes:
+    """Classes of a stage's ops and kernels, which of them read which, in which order they go back, what is made
+    again."""
     flat = graph.flat
     member = np.zeros(len(flat.op_class), dtype=bool)
     member[ops] = True
-    found: Ints = flat.op_inputs[np.repeat(member, np.diff(flat.op_indptr))]
-    return found
+    inside = member[flat.kernel_op]
+    kernels = np.flatnonzero(inside)
+    number = np.full(len(inside), -1, dtype=np.int64)
+    number[kernels] = np.arange(kernels.size)
+    storages = storages_of(graph, 2 if graph.at_one is not None else 1)
+    read = storages.base[flat.kernel_inputs[np.repeat(inside, np.diff(flat.kernel_indptr))]]
+    maker = flat.kernel_value_kernel[read]
+    made = np.where(maker >= 0, number[np.maximum(maker, 0)], -1)
+    output = np.where(made >= 0, read - flat.kernel_outputs[np.maximum(maker, 0)], -1)
+    region = np.full(len(member), -1, dtype=np.int64)
+    for r, found in enumerate(regions):
+        region[found] = r
+    home = flat.kernel_op[kernels]
+    call = np.unique(flat.op_call[home], return_inverse=True)[1]
+    share = (2 * weight_share(graph)[kernels]).astype(np.int64)
+    parts = (flat.op_class[ops], flat.kernel_class[kernels], home - home[0], call, region[home], share, made, output)
+    return b"|".join(part.astype(np.int64).tobytes() for part in parts if kernels.size)
+
+
+def _separate(graph: Graph, training: TrainingSpec, values: Ints) -> int:
+    if training.gradient_dtype is None:
+        return 0
+    specs = [graph.parameters[value].spec for value in values.tolist()]
+    return sum(spec.bytes(1) for spec in specs if spec.dtype != training.gradient_dtype)
 
 
 def _edges(partition: Partition, plan: Plan) -> tuple[tuple[StageEdge, ...], tuple[tuple[tuple[int, bool], ...], ...]]:

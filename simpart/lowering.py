@@ -41,7 +41,7 @@ Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costed:
     """A plan but for its schedule: what one task of each class takes, in the order of the topology's classes. `exact`
-    says that no transfer can wait for its link, so that transfers are as good as delays."""
+    says that no transfer can wait for its link, unless actions overlap, so that transfers are as good as delays."""
 
     layout: Layout
     arrangement: Arrangement
@@ -225,8 +225,6 @@ def _transfers_never_wait(plan: Plan, layout: Layout, seconds: Floats) -> bool:
     """Whether each transfer is over before the next that its link carries can begin: the actions of a group, which
     come one after the other, all take at least as long as any transfer from it."""
     homes, stages = plan.group_of_stage, len(plan.stages)
-    if plan.schedule.kind == "dualpipe":
-        return False
     longest = np.zeros(len(plan.groups))
     for e, edge in enumerate(layout.edges):
         there, back = seconds[4 * stages + 2 * e : 4 * stages + 2 * e + 2]

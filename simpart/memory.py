@@ -58,52 +58,42 @@ class StateBytes:
 # --- parameters and their state --------------------------------------------------------------------------------------
 def state_of(graph: Graph, training: TrainingSpec, values: Iterable[int]) -> StateBytes:
     """State of the parameters and buffers with these op-level value numbers, each once."""
-    parameters = gradients = state = largest = total = 0
-    sources = _sources(graph)
-    for value in values:
-        source = sources[value]
-        parameters += source.bytes
-        if source.trainable and training.trains(source.name):
-            gradients += training.gradient_bytes(source.elements, source.dtype)
-            state += training.state_bytes(source.elements)
-            largest, total = max(largest, source.elements), total + source.elements
+    chosen = np.fromiter(values, dtype=np.int64)
+    table = state_table(graph, training)[:, chosen]
+    parameters, gradients, state, elements = table.sum(axis=1).tolist()
     return StateBytes(
-        parameters=parameters, gradients=gradients, optimizer_state=state, largest_elements=largest, elements=total
-    )
+        parameters=parameters, gradients=gradients, optimizer_state=state,
+        largest_elements=int(table[3].max(initial=0)), elements=elements,
+    )  # fmt: skip
 
 
-class _Source(NamedTuple):
-    name: str
-    bytes: int
-    elements: int
-    dtype: str
-    trainable: bool
+_state_tables: WeakKeyDictionary[Graph, dict[TrainingSpec, np.ndarray[tuple[int, int], np.dtype[np.int64]]]]
+_state_tables = WeakKeyDictionary()
 
 
-_source_tables: WeakKeyDictionary[Graph, dict[int, _Source]] = WeakKeyDictionary()
-
-
-def _sources(graph: Graph) -> dict[int, _Source]:
-    if graph not in _source_tables:
-        _source_tables[graph] = {
-            value: _Source(
-                s.name, s.spec.bytes(1), s.spec.elements(1), s.spec.dtype, s.trainable and s.kind == "parameter"
-            )
-            for value, s in graph.all_sources()
-            if s.kind in ("parameter", "buffer", "constant")
-        }
-    return _source_tables[graph]
+def state_table(graph: Graph, training: TrainingSpec) -> np.ndarray[tuple[int, int], np.dtype[np.int64]]:
+    """By op-level value number: bytes of a parameter, buffer or constant, of its gradient and its optimizer state, and
+    its elements where it is trained; zero for other values."""
+    known = _state_tables.setdefault(graph, {})
+    if training not in known:
+        table = known[training] = np.zeros((4, len(graph.flat.value_op)), dtype=np.int64)
+        for value, source in graph.all_sources():
+            if source.kind not in ("parameter", "buffer", "constant"):
+                continue
+            table[0, value] = source.spec.bytes(1)
+            if source.trainable and source.kind == "parameter" and training.trains(source.name):
+                elements = source.spec.elements(1)
+                table[1, value] = training.gradient_bytes(elements, source.spec.dtype)
+                table[2, value], table[3, value] = training.state_bytes(elements), elements
+    return known[training]
 
 
 def state_values(graph: Graph, ops: Ints) -> Ints:
     """Value numbers of the parameters, buffers and constants that these ops read."""
-    flat = graph.flat
-    member = np.zeros(len(flat.op_class), dtype=bool)
+    member = np.zeros(len(graph.flat.op_class), dtype=bool)
     member[ops] = True
-    reads = np.repeat(member, np.diff(flat.op_indptr))
-    values = np.unique(flat.op_inputs[reads])
-    known = _sources(graph)
-    return values[[v in known for v in values.tolist()]] if values.size else values
+    pairs = [graph.reads[kind] for kind in ("parameter", "buffer", "constant")]
+    return np.unique(np.concatenate([value[member[reader]] for reader, value in pairs]))
 
 
 def update_transient_bytes(training: TrainingSpec, device: Device, state: StateBytes) -> int:

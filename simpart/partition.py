@@ -108,8 +108,7 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
     member: Table = np.zeros((stages, len(flat.op_class)), dtype=np.bool_)
     fixed = np.flatnonzero(~clonable)
     member[stage_of[fixed], fixed] = True
-    for i in np.flatnonzero(clonable)[::-1]:  # a clone runs wherever a reader of it runs
-        readers = np.flatnonzero(_readers(graph, flat.op_outputs[i], consumer))
+    for i, readers in _clones(graph):  # a clone runs wherever a reader of it runs
         member[:, i] = member[:, readers].any(axis=1)
     loss_op = int(flat.value_op[graph.loss])
     loss_stage = int(stage_of[loss_op])
@@ -125,7 +124,7 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
     cut = reads[source < target]
     crossings = _crossings(graph, cut, stage_of, consumer)
     edges = sorted({(c.source, d) for c in crossings for d in c.destinations})
-    parameters, shared = _parameters(graph, member, consumer)
+    parameters, shared = _parameters(graph, member)
     empty = np.flatnonzero(np.bincount(stage_of[fixed], minlength=stages) == 0)
     if empty.size:
         raise UserError(f"stage {empty[0]} has no op of its own; use at most {stages - empty.size} stages here")
@@ -135,12 +134,19 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
     )  # fmt: skip
 
 
-def _readers(graph: Graph, first_value: int, consumer: Ints) -> Bools:
-    flat = graph.flat
-    op = flat.value_op[first_value]
-    mask = np.zeros(len(flat.op_class), dtype=bool)
-    mask[consumer[flat.value_op[flat.op_inputs] == op]] = True
-    return mask
+_clone_readers: WeakKeyDictionary[Graph, list[tuple[int, Ints]]] = WeakKeyDictionary()
+
+
+def _clones(graph: Graph) -> list[tuple[int, Ints]]:
+    """The clonable ops, last first, each with the ops that read it."""
+    if graph not in _clone_readers:
+        flat = graph.flat
+        consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
+        producer = flat.value_op[flat.op_inputs]
+        _clone_readers[graph] = [
+            (i, np.unique(consumer[producer == i])) for i in np.flatnonzero(clonable_ops(graph))[::-1].tolist()
+        ]
+    return _clone_readers[graph]
 
 
 def _crossings(graph: Graph, cut: Ints, stage_of: Ints, consumer: Ints) -> tuple[Crossing, ...]:
@@ -160,17 +166,16 @@ def _crossings(graph: Graph, cut: Ints, stage_of: Ints, consumer: Ints) -> tuple
     return tuple(found)
 
 
-def _parameters(graph: Graph, member: Table, consumer: Ints) -> tuple[tuple[Ints, ...], dict[int, tuple[int, ...]]]:
-    flat = graph.flat
-    is_parameter = np.zeros(len(flat.value_op), dtype=bool)
-    is_parameter[list(graph.parameters)] = True
-    reads = np.flatnonzero(is_parameter[flat.op_inputs])
-    per_stage = tuple(np.unique(flat.op_inputs[reads[row[consumer[reads]]]]) for row in member)
-    holders: dict[int, list[int]] = {}
-    for s, values in enumerate(per_stage):
-        for value in values.tolist():
-            holders.setdefault(value, []).append(s)
-    return per_stage, {value: tuple(stages) for value, stages in holders.items() if len(stages) > 1}
+def _parameters(graph: Graph, member: Table) -> tuple[tuple[Ints, ...], dict[int, tuple[int, ...]]]:
+    reader, value = graph.reads["parameter"]
+    stage, read = np.nonzero(member[:, reader])
+    per_stage = tuple(
+        np.unique(part) for part in np.split(value[read], np.searchsorted(stage, np.arange(1, len(member))))
+    )
+    every = np.concatenate(per_stage)
+    holder = np.repeat(np.arange(len(per_stage)), [found.size for found in per_stage])
+    values, count = np.unique(every, return_counts=True)
+    return per_stage, {v: tuple(holder[every == v].tolist()) for v in values[count > 1].tolist()}
 
 
 def check_plan(plan: Plan, graph: Graph) -> Partition:
@@ -183,9 +188,11 @@ def check_plan(plan: Plan, graph: Graph) -> Partition:
         )
     result = partition_of(graph, plan)
     for s, stage in enumerate(plan.stages):
+        allowed = clonable_ops(graph).copy()
+        allowed[result.ops[s]] = True
         for region in stage.recompute:
-            outside = np.setdiff1d(region.indices(graph), result.ops[s])
-            outside = outside[~clonable_ops(graph)[outside]]
+            indices = region.indices(graph)
+            outside = indices[~allowed[indices]]
             if outside.size:
                 raise UserError(f"stage {s} recomputes op {graph.op_ids[outside[0]]}, which it does not hold")
     if plan.shardings:

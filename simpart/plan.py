@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Literal
@@ -121,7 +121,7 @@ class OpSet:
         parts = [np.arange(graph.find(first), graph.find(last) + 1) for first, last in self.runs]
         if any(part.size == 0 for part in parts):
             raise UserError("a run of ops ends before it begins; write (first id, last id) in the graph's order")
-        return np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
+        return parts[0] if len(parts) == 1 else np.unique(np.concatenate([np.zeros(0, dtype=np.int64), *parts]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class Plan:
     groups: tuple[DeviceGroup, ...]
     stages: tuple[Stage, ...]
     batch: Batch
-    schedule: Schedule = Schedule()
+    schedule: Schedule = field(default_factory=Schedule)
     skips: Literal["send", "relay"] = "send"
     shardings: tuple[tuple[str, Sharding], ...] = ()
     state: tuple[tuple[str, StatePlacement], ...] = ()

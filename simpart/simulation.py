@@ -148,7 +148,8 @@ def evaluate(problem: Problem, plans: Sequence[Plan]) -> list[Evaluation]:
     batches: dict[Topology, list[tuple[int, Costed, MemoryDeltas, tuple[Variant, ...]]]] = {}
     for i, plan in enumerate(plans):
         costed = lowering.cost(plan)
-        topology = lowering.topology(plan, costed, "lags" if costed.exact else "tasks")
+        exact = costed.exact and not plan.schedule.overlaps
+        topology = lowering.topology(plan, costed, "lags" if exact else "tasks")
         batches.setdefault(topology, []).append((i, costed, *lowering.memory(plan, costed, topology)))
     found: dict[int, Evaluation] = {}
     for topology, members in batches.items():

@@ -11,7 +11,7 @@ from simpart.cost import Collective, CollectiveTable, CommModel
 from simpart.hardware import Cluster, LinkLevel
 from simpart.ledger import Priced, priced_rows
 
-__all__ = ["CommPrices", "Message", "all_reduces", "messages", "sharing", "slowest_device"]
+__all__ = ["CommPrices", "Load", "Message", "busiest", "loads", "messages", "sharing"]
 
 
 class Message(NamedTuple):
@@ -64,50 +64,43 @@ class CommPrices:
         return [self.known[c] for c in wanted]
 
 
-def slowest_device(
-    prices: CommPrices, found: Sequence[Message], sizes: Callable[[int], Sequence[tuple[int, bool, str]]]
-) -> list[Priced]:
-    """What the busiest device sends or receives for one micro-batch, one message after the other.
+class Load(NamedTuple):
+    """A collective that carries one value of one message."""
 
-    `sizes(samples)` are bytes, whether they scale with samples, and dtype of each value on a replica with so many
-    samples.
-    """
-    pairs, collectives = [], []
-    shared = sharing(prices.cluster, [(m.source, m.target) for m in found])
+    source: int
+    target: int
+    collective: Collective
+
+
+def loads(
+    cluster: Cluster, found: Sequence[Message], sizes: Callable[[int], Sequence[tuple[int, bool, str]]]
+) -> list[Load]:
+    """What crosses for one micro-batch. `sizes(samples)` are bytes, whether they scale with samples, and dtype of each
+    value on a replica with so many samples."""
+    result = []
+    shared = sharing(cluster, [(m.source, m.target) for m in found])
     alike: dict[tuple[object, ...], Collective] = {}
     for message, concurrent in zip(found, shared, strict=True):
-        level = prices.cluster.level_between(message.source, message.target)
+        level = cluster.level_between(message.source, message.target)
         for whole, scales, dtype in sizes(message.held):
             size = whole * message.samples // message.held if scales else whole
             key = (level.name, level.only, size, concurrent, dtype)
             collective = alike.setdefault(
                 key, Collective("p2p", size, (message.source, message.target), concurrent, dtype)
             )
-            pairs.append(message)
-            collectives.append(collective)
+            result.append(Load(message.source, message.target, collective))
+    return result
+
+
+def busiest(prices: CommPrices, found: Sequence[Load]) -> list[Priced]:
+    """What the busiest device sends or receives for one micro-batch, one message after the other."""
     load: dict[tuple[str, int], list[Priced]] = defaultdict(list)
-    for message, priced in zip(pairs, prices.of(collectives), strict=True):
-        load["sends", message.source].append(priced)
-        load["receives", message.target].append(priced)
+    for (source, target, _), priced in zip(found, prices.of(x.collective for x in found), strict=True):
+        load["sends", source].append(priced)
+        load["receives", target].append(priced)
     totals = {key: sum(p.seconds for p in items) for key, items in load.items()}
     slowest = max(totals, key=lambda key: totals[key], default=None)
     return [] if slowest is None else load[slowest]
-
-
-def all_reduces(
-    cluster: Cluster, groups: Sequence[tuple[int, ...]], bytes_of_group: Sequence[int], bucket_bytes: int, dtype: str
-) -> list[list[tuple[Collective, int]]]:
-    """For each group of devices the all-reduces (with how often) of so many bytes in buckets, all groups at the same
-    time."""
-    shared = sharing(cluster, groups)
-    result = []
-    for ranks, size, concurrent in zip(groups, bytes_of_group, shared, strict=True):
-        full, rest = divmod(size, bucket_bytes)
-        calls = [(Collective("all_reduce", bucket_bytes, ranks, concurrent, dtype), full)] if full else []
-        if rest:
-            calls.append((Collective("all_reduce", rest, ranks, concurrent, dtype), 1))
-        result.append(calls)
-    return result
 
 
 def sharing(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> list[int]:

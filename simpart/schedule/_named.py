@@ -100,6 +100,11 @@ class Schedule:
                 raise UserError(f"parameter {name} of schedule {self.kind} must be positive, got {value}")
         return build(group_of_stage, micro_batches, **dict(self.parameters))
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether forwards run together with backwards, so that two results may be there at the same time."""
+        return self.kind in ("dualpipe", "dualpipev") or bool(self.overlapped)
+
     def holders(self, group_of_stage: Sequence[int]) -> tuple[tuple[int, ...], ...]:
         """Groups that hold each stage: its own, and in dualpipe that of the mirrored stage too."""
         if self.kind != "dualpipe":
