@@ -15,8 +15,9 @@ from simpart.graph import Graph
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
+from simpart.searchers._bottleneck import least_bottlenecks
 from simpart.searchers._chain import ChainStage, Floats, StageCosts, Unplannable, later_stages_allowed, solve_chain
-from simpart.searchers._pipelines import PipelineShape
+from simpart.searchers._pipelines import PipelineShape, least_sums
 from simpart.searchers._stage_costs import ChainProblem
 from simpart.searching import Candidate, Control
 
@@ -30,6 +31,7 @@ __all__ = [
     "chain_plan",
     "fitting",
     "graphs_of",
+    "least_totals",
     "micro_batch_counts",
     "pipeline_shapes",
     "propose_answers",
@@ -121,7 +123,13 @@ def chain_cases(
                 costs = chain.costs(shape, schedule, False)
                 if costs is not None:
                     cases.append(ChainCase(chain=chain, shape=shape, schedule=schedule, costs=costs))
-            yield cases
+            yield sorted(cases, key=_work_s)
+
+
+def _work_s(case: ChainCase) -> float:
+    """Seconds of a step if all devices of a pipeline shared the whole model evenly: good cases first."""
+    whole = (case.costs.forward_s + case.costs.backward_s)[0, -1] * np.asarray(case.costs.replicas)
+    return float(whole.min()) * case.costs.micro_batches / case.shape.devices
 
 
 def most_stages(problem: Problem, case: ChainCase) -> int:
@@ -200,19 +208,40 @@ def propose_answers(
     yield from why_no_plans(problem, reasons, planned)
 
 
+def least_totals(problem: Problem, case: ChainCase, cost_s: Floats) -> dict[int, float]:
+    """Lower bounds of sum + (M - 1) × maximum of the stages' costs, by number of stages, where devices may be anywhere.
+
+    Infinite exactly where no plan exists.
+    """
+    most, fits = most_stages(problem, case), fitting(case.costs)
+    every = not problem.space.use_fewer_devices
+    slowest = least_bottlenecks(
+        lambda later: np.where(fits(later), cost_s, np.inf),
+        case.costs.replicas,
+        case.shape.devices,
+        most,
+        all_devices=every,
+    )
+    sums = least_sums(np.where(fits(0), cost_s, np.inf), most)
+    return {
+        count: math.inf
+        if best is None
+        else max(sums[count - 1], best.value) + (case.costs.micro_batches - 1) * best.value
+        for count, best in slowest.items()
+    }
+
+
 def below_cutoffs(
-    most: int,
-    below: Mapping[int, float],
-    least_s: Callable[[int], float],
-    best: Callable[[int, float], Answer | None],
+    least_s: Mapping[int, float], below: Mapping[int, float], best: Callable[[int, float, int], Answer | None]
 ) -> dict[int, Answer | None]:
-    """Answers for 1 … `most` stages, without those whose least possible estimate reaches the cutoff."""
-    answers: dict[int, Answer | None] = {}
-    for count in range(1, most + 1):
-        cutoff, least = below.get(count, math.inf), least_s(count)
-        if least == math.inf:
-            answers[count] = None
-        elif least < cutoff and (answer := best(count, cutoff)) is not None:
+    """`best(count, cutoff, most)` for the numbers of stages with a lower bound below the cutoff; `most` is the last.
+
+    None where the bound says that no plan exists; others are left out.
+    """
+    hopeful = [count for count, least in least_s.items() if least < below.get(count, math.inf)]
+    answers: dict[int, Answer | None] = {count: None for count, least in least_s.items() if least == math.inf}
+    for count in hopeful:
+        if (answer := best(count, below.get(count, math.inf), max(hopeful))) is not None:
             answers[count] = answer
     return answers
 

@@ -29,6 +29,7 @@ __all__ = [
     "PipelineSearch",
     "PipelineShape",
     "all_shapes",
+    "least_sums",
     "plan_lockstep_s",
     "released_search",
     "search_pipelines",
@@ -242,9 +243,9 @@ def _bounds(costs: StageCosts, devices: int, max_stages: int) -> _Bounds:
     for cost in (f, g):
         least = np.minimum.accumulate(np.minimum.accumulate(cost.min(axis=2), axis=0)[:, ::-1], axis=1)[:, ::-1]
         covers.append(max(float(least[b, b + 1]) for b in range(n)))
-    work = min(_least_sums((f + g) * np.asarray(costs.replicas), n))
+    work = min(least_sums((f + g) * np.asarray(costs.replicas), n))
     value_s = max(covers[0] + covers[1], work / devices)
-    return _Bounds(sums_s=tuple(_least_sums(f + g, most)), value_s=value_s, micro_batches=costs.micro_batches)
+    return _Bounds(sums_s=tuple(least_sums(f + g, most)), value_s=value_s, micro_batches=costs.micro_batches)
 
 
 def _masked(costs: StageCosts) -> tuple[Floats, Floats]:
@@ -255,7 +256,7 @@ def _masked(costs: StageCosts) -> tuple[Floats, Floats]:
     )
 
 
-def _least_sums(cost: Floats, most: int) -> list[float]:
+def least_sums(cost: Floats, most: int) -> list[float]:
     """Least sum of stage costs with exactly 1, 2, … `most` stages, whatever the devices."""
     least = cost.min(axis=2)
     after = np.full(least.shape[1], np.inf)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from simpart.searchers._chain_plans import (
     below_cutoffs,
     both_ways_s,
     chain_cases,
+    least_totals,
     propose_answers,
 )
 from simpart.searchers._inputs import costs_array
@@ -125,13 +127,6 @@ class InterOp:
         self.time_s = np.where(real & (costs.successors >= 0) & (self.sizes <= devices), time_s, np.inf)
         self.caps: list[float] = np.unique(self.time_s[np.isfinite(self.time_s)]).tolist()
         self._solved: dict[float, tuple[Floats, Floats]] = {}
-
-    def least_s(self, stage_count: int) -> float:
-        """A lower bound of the total with this number of stages; infinite exactly when there is no plan."""
-        if not self.caps or not 1 <= stage_count <= self.most_stages:
-            return math.inf
-        total, _ = self._least(self.caps[-1], stage_count)
-        return total * (1 + (self.micro_batches - 1) / stage_count)
 
     def best(
         self, stage_count: int | None = None, *, relative_gap: float = 0.0, below: float = math.inf
@@ -257,17 +252,18 @@ class Alpa:
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
             costs = case.costs
             compute_s, transfer_s = both_ways_s(costs)
-            found = InterOp(
-                InterOpCosts(
-                    time_s=compute_s + transfer_s, successors=later_stages_allowed(costs), sizes=costs.replicas
-                ),
-                case.shape.devices,
-                costs.micro_batches,
-                most_stages=most,
-                all_devices=not problem.space.use_fewer_devices,
-            )
+            time_s = compute_s + transfer_s
+
+            @cache
+            def problem_with(most: int) -> InterOp:
+                inter_op = InterOpCosts(time_s=time_s, successors=later_stages_allowed(costs), sizes=costs.replicas)
+                every = not problem.space.use_fewer_devices
+                return InterOp(inter_op, case.shape.devices, costs.micro_batches, most_stages=most, all_devices=every)
+
             return below_cutoffs(
-                most, below, found.least_s, lambda count, s: self._answer(costs.replicas, found.best(count, below=s))
+                least_totals(problem, case, time_s),
+                below,
+                lambda n, s, most: self._answer(costs.replicas, problem_with(most).best(n, below=s)),
             )
 
         groups = chain_cases(problem, control, most_blocks=self.most_blocks)

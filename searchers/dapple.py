@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from simpart.searchers._chain_plans import (
     below_cutoffs,
     both_ways_s,
     chain_cases,
+    least_totals,
     propose_answers,
 )
 from simpart.searchers._inputs import costs_array
@@ -279,12 +281,6 @@ class Dapple:
         self._tables: dict[float, list[Floats]] = {}
         self._plans: dict[tuple[float, int], tuple[DappleStage, ...]] = {}
 
-    def least_s(self, stage_count: int) -> float:
-        """A lower bound of the latency with this number of stages; infinite exactly when there is no plan."""
-        if not self.caps or not 1 <= stage_count <= self.most_stages:
-            return math.inf
-        return self._total(self.caps[-1], stage_count) * (1 + (self.micro_batches - 1) / (2 * stage_count - 1))
-
     def best(self, stage_count: int, *, below: float = math.inf) -> DapplePlan | None:
         """A plan of least latency with this number of stages on all devices; None if there is none, or none `below`."""
         if not 1 <= stage_count <= self.most_stages:
@@ -418,19 +414,26 @@ class DappleSearcher:
             machines = _machines(problem, case.shape)
             if machines is None:
                 return {}
-            most, replicas = min(most, self.most_stages), case.costs.replicas
-            if (machines, replicas) not in places:
-                places[machines, replicas] = situations(machines, replicas, check=control.check)
-            search = Dapple(
-                _costs(problem, case),
-                machines,
-                case.costs.micro_batches,
-                most_stages=most,
-                places=places[machines, replicas],
-                check=control.check,
-            )
+            replicas, costs = case.costs.replicas, _costs(problem, case)
+            bounds = least_totals(problem, case, costs.time_s)
+
+            @cache
+            def problem_with(most: int) -> Dapple:
+                if (machines, replicas) not in places:
+                    places[machines, replicas] = situations(machines, replicas, check=control.check)
+                return Dapple(
+                    costs,
+                    machines,
+                    case.costs.micro_batches,
+                    most_stages=most,
+                    places=places[machines, replicas],
+                    check=control.check,
+                )
+
             return below_cutoffs(
-                most, below, search.least_s, lambda n, s: self._answer(search.best(n, below=s), machines)
+                {count: bound for count, bound in bounds.items() if count <= self.most_stages},
+                below,
+                lambda n, s, most: self._answer(problem_with(most).best(n, below=s), machines),
             )
 
         blocks = self.most_blocks_across if across else self.most_blocks
