@@ -12,9 +12,11 @@ from simpart.costmodels.learned._evaluating import judge_import
 from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._records import read_profiles, read_trace
+from simpart.costmodels.learned._sheet import assumptions
 from simpart.costmodels.learned._training import fit_family
 from simpart.errors import FormatError, UserError
 from simpart.evaluation import Judged
+from simpart.hardware import load_device
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -45,6 +47,8 @@ def evaluate(
             f"the models were trained on {', '.join(trained)}: their errors here say nothing about a new device; "
             f"use --split leave-one-device-out"
         )
+    devices = sorted(set(judged.groups["device"].tolist()))
+    notes += filter(None, (assumptions(load_device(name)) for name in devices))
     return judged, {"data_kind": found.kind, "trained_devices": trained, "notes": notes}
 
 

@@ -60,9 +60,10 @@ class Learned:
         groups: dict[str, list[Question]] = {name: [] for name in models}
         places: dict[str, list[int]] = {name: [] for name in models}
         rest: list[int] = []
+        emulated = device.peak("bfloat16") < 0.9 * device.peak("float16")  # then 16-bit kernels are float16's
         for i, signature in enumerate(table.signatures):
             question = question_of(signature)
-            if question is None or question.family not in groups:
+            if question is None or question.family not in groups or (emulated and _in_bfloat16(signature)):
                 rest.append(i)
             else:
                 groups[question.family].append(question)
@@ -85,6 +86,10 @@ class Learned:
         return Estimate(
             mean_s=mean, family=family, families=FAMILIES, shared_log_sd=shared, own_log_sd=own, provenance=provenance
         )
+
+
+def _in_bfloat16(signature: Signature) -> bool:
+    return any(form.dtype == "bfloat16" for form in signature.inputs)
 
 
 def _family_place(signature: Signature) -> int:

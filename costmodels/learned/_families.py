@@ -220,16 +220,16 @@ def _memory(
 FAMILY_MODELS: Mapping[str, Family] = {
     family.name: family
     for family in (
-        _product("gemm16", "bfloat16", 2, 2),
+        _product("gemm16", "float16", 2, 2),
         _product("gemm8", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm8block", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm4", "float4", 0.5625, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm32", "float32", 4, 4, timed_by_host=True),
         _product("bgemm32", "float32", 4, 4, timed_by_host=True),
         _convolution(),
-        _attention("attention16", "bfloat16", 2),
+        _attention("attention16", "float16", 2),
         _attention("attention8", "float8", 1),
-        _grouped("moe16", "bfloat16"),
+        _grouped("moe16", "float16"),
         _grouped("moe8", "float8"),
         _grouped("moe4", "float4"),
         _memory("memory32", "float32", 4, (25e-6, 0.5), timed_by_host=True),

@@ -16,7 +16,7 @@ import numpy as np
 
 from simpart.hardware import Device
 
-__all__ = ["NUMBERS", "Sheet", "distance", "sheet_of", "stack_sheets"]
+__all__ = ["NUMBERS", "Sheet", "assumptions", "distance", "sheet_of", "stack_sheets"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -81,6 +81,15 @@ def sheet_of(device: Device, dtype: str) -> tuple[Sheet, dict[str, str], float]:
         **found,
     }
     return Sheet(**{name: np.array([value], dtype=np.float64) for name, value in numbers.items()}), assumed, widened
+
+
+def assumptions(device: Device) -> str:
+    """What learned models assume of a device whose file leaves a number out, in words; empty when it states all."""
+    _, assumed, widened = sheet_of(device, "float32")
+    if not assumed:
+        return ""
+    words = ", ".join(f"{name} {value}" for name, value in assumed.items())
+    return f"{device.name} states no {' and no '.join(assumed)}: assumed {words}; intervals are wider by {widened:.0%}"
 
 
 def stack_sheets(sheets: Sequence[Sheet], index: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Sheet:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -177,6 +178,9 @@ def _device_table(device: Device) -> Table:
     table.add_row(
         "kernel models", f"validated on {sum(trained.values())} rows" if trained else "never validated", words
     )
+    if device.kind == "gpu" and None in (device.multiprocessors, device.clock_hz, device.l2_bytes, device.power_w):
+        module = importlib.import_module("simpart.costmodels.learned._sheet")
+        table.add_row("", "", module.assumptions(device))
     return table
 
 
