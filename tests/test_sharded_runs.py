@@ -366,6 +366,19 @@ def test_rows_of_a_split_table_are_found_by_whoever_has_them() -> None:
     torch.testing.assert_close(halves[0][0] + halves[1][0], table[rows])
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_of_other_devices_equals_the_kernels_of_the_cpu(causal: bool) -> None:
+    from simpart.validate._attention import ANYWHERE
+
+    q, k, v, gradient = (torch.rand(2, 3, 5, 4, dtype=torch.float64) for _ in range(4))
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    out, rows = getattr(torch.ops.aten, name)(q, k, v, 0.0, causal)
+    torch.testing.assert_close(ANYWHERE[name](q, k, v, 0.0, causal)[0], out)
+    wanted = getattr(torch.ops.aten, f"{name}_backward")(gradient, q, k, v, out, rows, 0.0, causal)
+    found = ANYWHERE[f"{name}_backward"](gradient, q, k, v, out, rows, 0.0, causal)
+    torch.testing.assert_close(tuple(found), wanted)
+
+
 def test_a_strategy_that_the_kernel_does_not_have_is_refused_with_those_it_has() -> None:
     call = Call("aten.mm.default", ((4, 8), (8, 6)), ((4, 6),), "", ("float64", "float64"))
     tensors = [torch.rand(4, 8), torch.rand(8, 6)]

@@ -129,6 +129,7 @@ def launch(
         str(folder),
     ]
     own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
+    own["SIMPART_LAUNCHER"] = str(os.getpid())
     begin = time.monotonic()
     seen: dict[int, psutil.Process] = {}
     with open(folder / "torchrun.log", "wb") as log:
@@ -161,7 +162,10 @@ def _remember(pid: int, seen: dict[int, psutil.Process]) -> None:
 
 
 def _end(process: subprocess.Popen[bytes], seen: dict[int, psutil.Process]) -> None:
-    """End everything that was started: first politely, so that hung ranks write down where they are."""
+    """End everything that was started: workers politely first, so that hung ranks write where they are; torchrun is
+    stopped meanwhile, or it would start more of them."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGSTOP)
     _remember(process.pid, seen)
     workers = [p for p in seen.values() if p.is_running()]
     for worker in workers:
@@ -171,8 +175,6 @@ def _end(process: subprocess.Popen[bytes], seen: dict[int, psutil.Process]) -> N
     for worker in alive:
         with contextlib.suppress(psutil.Error):
             worker.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(timeout=3)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()

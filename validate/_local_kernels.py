@@ -18,6 +18,7 @@ from simpart.placement import AxisStrategy, Halo, Partial, Placement, Replicate,
 from simpart.sharding.mesh import matching
 from simpart.tdl import Call, Split, local_call, splits_of
 from simpart.tdl.layout import chunk
+from simpart.validate._attention import ANYWHERE
 from simpart.validate._exchanges import EXCHANGED
 from simpart.validate._mesh import Mesh, taken
 
@@ -156,7 +157,10 @@ def _text(strategy: Strategy) -> str:
 # --- calls -----------------------------------------------------------------------------------------------------------
 def _plain(call: Call, floating: torch.dtype | None, device: torch.device) -> Run:
     """The ATen overload on tensors, its other arguments filled in once."""
-    function: Callable[..., Any] = torch.reshape if base_name(call.target) in VIEWS else operator(call.target)
+    target = base_name(call.target)
+    function: Any = torch.reshape if target in VIEWS else operator(call.target)
+    if device.type != "cpu":
+        function = ANYWHERE.get(target, function)
     everything: Any = {"positional": [{"tensor": i} for i in range(len(call.inputs))], "named": {}}
     content = json.loads(call.arguments) if call.arguments else everything
     marks = [_Mark(i) for i in range(len(call.inputs))]

@@ -12,11 +12,12 @@ from torch import nn
 
 from simpart.conversions import conversions
 from simpart.errors import UnsupportedError
+from simpart.group_costs import BUCKET_BYTES
 from simpart.placement import Partial, Replicate
 from simpart.plan import Plan
 from simpart.sharding import Layout
 from simpart.training import TrainingSpec
-from simpart.validate._gradients import BUCKET_BYTES, make_optimizer
+from simpart.validate._gradients import make_optimizer
 from simpart.validate._kernel_stage import GradientOf
 from simpart.validate._mesh import Convert, Mesh, mesh_ranks
 

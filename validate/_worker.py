@@ -18,6 +18,7 @@ import contextlib  # noqa: E402
 import datetime  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
+import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from dataclasses import replace  # noqa: E402
@@ -43,8 +44,21 @@ from simpart.validate._session import Session  # noqa: E402
 __all__ = ["main"]
 
 
+def _end_with_launcher() -> None:
+    """End this process when what started it is gone: torchrun, or the simpart that started torchrun."""
+    parent, launcher = os.getppid(), int(os.environ.get("SIMPART_LAUNCHER", "0"))
+
+    def watch() -> None:
+        while os.getppid() == parent and (not launcher or psutil.pid_exists(launcher)):
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def main(folder: str) -> int:
     """Run all plans of a job on this rank; the exit status."""
+    _end_with_launcher()
     job_dir = Path(folder)
     rank = int(os.environ.get("RANK", "0"))
     try:
