@@ -145,14 +145,19 @@ def split_batch(global_batch: int, dp: int, micro_batch: int | None) -> tuple[in
     return chosen, share // chosen
 
 
+_layers: WeakKeyDictionary[Graph, list[int]] = WeakKeyDictionary()
+
+
 def layer_calls(graph: Graph) -> list[int]:
     """The calls of the template that makes up most of the graph's ops: its layers. Empty when none does."""
-    sizes: dict[int, int] = {}
-    for call in graph.calls:
-        sizes[call.template] = sizes.get(call.template, 0) + len(graph.templates[call.template].ops)
-    template = max(sizes, key=lambda t: (sizes[t], -t))
-    found = [i for i, call in enumerate(graph.calls) if call.template == template]
-    return found if len(found) > 1 and 2 * sizes[template] > sum(sizes.values()) else []
+    if graph not in _layers:
+        sizes: dict[int, int] = {}
+        for call in graph.calls:
+            sizes[call.template] = sizes.get(call.template, 0) + len(graph.templates[call.template].ops)
+        template = max(sizes, key=lambda t: (sizes[t], -t))
+        found = [i for i, call in enumerate(graph.calls) if call.template == template]
+        _layers[graph] = found if len(found) > 1 and 2 * sizes[template] > sum(sizes.values()) else []
+    return _layers[graph]
 
 
 def equal_layers(graph: Graph, stages: int) -> Ints:
@@ -244,23 +249,24 @@ def _keep_groups_whole(graph: Graph, stage_of: Ints) -> Ints:
     return moved
 
 
+_regions: WeakKeyDictionary[Graph, tuple[Ints, dict[int, OpSet]]] = WeakKeyDictionary()
+
+
 def recompute_regions(graph: Graph, ops: Ints) -> tuple[OpSet, ...]:
     """One region per layer that lies in `ops` whole; where nothing repeats, one region of all ops that can be run
     twice."""
     flat = graph.flat
-    mutates = np.array([graph.op_classes[c].mutates_buffer for c in flat.op_class[ops]], dtype=bool)
-    layers = set(layer_calls(graph))
-    inside = [call for call in np.unique(flat.op_call[ops]).tolist() if call in layers]
-    regions = []
-    for call in inside:
-        members = ops[flat.op_call[ops] == call]
-        if members.size == int((flat.op_call == call).sum()):
-            regions.append(OpSet.of(graph, members))
-    loss_op = int(flat.value_op[graph.loss])
+    if graph not in _regions:
+        layers = {call: OpSet.of(graph, np.flatnonzero(flat.op_call == call)) for call in layer_calls(graph)}
+        _regions[graph] = np.bincount(flat.op_call, minlength=len(graph.calls)), layers
+    sizes, layers = _regions[graph]
+    whole = np.flatnonzero(np.bincount(flat.op_call[ops], minlength=sizes.size) == sizes)
+    regions = tuple(layers[call] for call in whole.tolist() if call in layers and sizes[call])
     if not regions:
-        usable = ops[~mutates & (ops != loss_op)]
+        mutates = np.array([graph.op_classes[c].mutates_buffer for c in flat.op_class[ops]], dtype=bool)
+        usable = ops[~mutates & (ops != int(flat.value_op[graph.loss]))]
         return (OpSet.of(graph, usable),) if usable.size else ()
-    return tuple(regions)
+    return regions
 
 
 def _divisors(n: int) -> str:

@@ -216,7 +216,7 @@ def _refuse_unsupported(problem: Problem, plan: Plan) -> None:
         raise MismatchError(
             f"the plan's global batch is {plan.global_batch}, the problem's {problem.global_batch}; make them equal"
         )
-    last = max(max(run[1] - 1 for run in group.devices.runs) for group in plan.groups)
+    last = max(range(*run)[-1] for group in plan.groups for run in group.devices.runs)
     if last >= problem.cluster.size:
         raise MismatchError(f"the plan uses device {last}, cluster {problem.cluster.name} has {problem.cluster.size}")
 

@@ -41,7 +41,7 @@ def test_peaks_of_many_plans_are_those_of_each(kind: str, groups: int) -> None:
     rng = np.random.default_rng(groups)
     for count in (1, 2, 9):
         given = topology(kind, groups, count)
-        memory = [balanced(given, rng) for _ in range(5)]
+        memory = [balanced(given, rng) for _ in range(16)]
         found = peak_bytes(given, memory)
         durations = Durations(task_s=rng.random(len(given.class_names)), lag_s=np.zeros(1))
         for row, one in zip(found, memory, strict=True):
@@ -56,4 +56,4 @@ def test_memory_that_is_not_given_back_is_followed_task_by_task() -> None:
     tables = [rng.integers(-9, 9, (len(given.class_names), len(MEMORY_KINDS))).astype(float) for _ in range(3)]
     still = np.zeros((3, len(MEMORY_KINDS)))
     odd = MemoryDeltas(static=still, late=still, start=tables[0], end=tables[1], within=tables[2])
-    assert peak_bytes(given, [odd])[0].tolist() == compiled.peaks(given, odd).bytes.tolist()
+    assert peak_bytes(given, [odd] * 16)[0].tolist() == compiled.peaks(given, odd).bytes.tolist()

@@ -40,12 +40,18 @@ class _Levels(NamedTuple):
 
 
 _known: WeakKeyDictionary[Topology, _Levels] = WeakKeyDictionary()
+_asked: WeakKeyDictionary[Topology, int] = WeakKeyDictionary()
+WORTH_FINDING = 16
+"""Plans from which the combinations are found sooner than all tasks are walked through."""
 
 
 def peak_bytes(topology: Topology, memory: Sequence[MemoryDeltas]) -> Table:
     """The most bytes each group holds at once, plans × groups; equal to those of `compiled.peaks`."""
     levels = _known.get(topology)
     if levels is None:
+        asked = _asked[topology] = _asked.get(topology, 0) + len(memory)
+        if asked < WORTH_FINDING:
+            return np.stack([peaks(topology, m).bytes for m in memory])
         levels = _known[topology] = _find(topology)
     start = np.stack([m.start.sum(axis=1) for m in memory], axis=1)  # classes × plans
     end = np.stack([m.end.sum(axis=1) for m in memory], axis=1)
