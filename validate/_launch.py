@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import os
 import re
@@ -129,11 +130,12 @@ def launch(
         str(folder),
     ]
     own = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", **(environment or {})}
-    own["SIMPART_LAUNCHER"] = str(os.getpid())
     begin = time.monotonic()
     seen: dict[int, psutil.Process] = {}
     with open(folder / "torchrun.log", "wb") as log:
-        process = subprocess.Popen(command, env=own, stdout=log, stderr=log, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=own, stdout=log, stderr=log, start_new_session=True, preexec_fn=die_with_parent
+        )
         late = False
         try:
             failed_at: float | None = None
@@ -153,6 +155,18 @@ def launch(
     if process.returncode == 0 and len(list(folder.glob("result-*.json"))) == ranks:
         return
     raise _diagnosis(folder, ranks, timeout_s if late else None)
+
+
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None  # loaded before any fork
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def die_with_parent() -> None:
+    """Have the kernel end this process when the one that started it is gone, however it went (Linux)."""
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() == 1:  # it went before this was said
+            os._exit(1)
 
 
 def _remember(pid: int, seen: dict[int, psutil.Process]) -> None:
@@ -203,7 +217,8 @@ def _diagnosis(folder: Path, ranks: int, late_s: float | None) -> RunFailed:
             return RunFailed(f"rank {rank} {how} without a message", _log(folder, rank))
     if silent:
         stack = _log(folder, silent[0])
-        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', stack)
+        own = stack.rpartition("Current thread")[2]  # other threads stand before it
+        frames = re.findall(r'File "([^"]+)", line (\d+) in (\S+)', own)
         place = f" at {frames[0][0]}:{frames[0][1]} in {frames[0][2]}" if frames else ""
         why = (
             f"not done after {late_s:g} s"

@@ -14,11 +14,14 @@ faulthandler.register(
     signal.SIGTERM, all_threads=True, chain=True
 )  # before anything can hang: its stack goes to the log
 
+from simpart.validate._launch import die_with_parent, refuse_unsupported  # noqa: E402
+
+die_with_parent()
+
 import contextlib  # noqa: E402
 import datetime  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
-import threading  # noqa: E402
 import time  # noqa: E402
 import traceback  # noqa: E402
 from dataclasses import replace  # noqa: E402
@@ -35,7 +38,6 @@ from simpart.hardware_profiles._environment import keep_freed_memory, pin  # noq
 from simpart.model_spec import parse_model  # noqa: E402
 from simpart.plan_format import PlanFile, load_plan  # noqa: E402
 from simpart.validate._inputs import Inputs  # noqa: E402
-from simpart.validate._launch import refuse_unsupported  # noqa: E402
 from simpart.validate._mesh import Mesh  # noqa: E402
 from simpart.validate._mesh_share import MeshShare, build_mesh_share, runs_kernels  # noqa: E402
 from simpart.validate._rank import Share, build_share  # noqa: E402
@@ -44,21 +46,8 @@ from simpart.validate._session import Session  # noqa: E402
 __all__ = ["main"]
 
 
-def _end_with_launcher() -> None:
-    """End this process when what started it is gone: torchrun, or the simpart that started torchrun."""
-    parent, launcher = os.getppid(), int(os.environ.get("SIMPART_LAUNCHER", "0"))
-
-    def watch() -> None:
-        while os.getppid() == parent and (not launcher or psutil.pid_exists(launcher)):
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
-
-
 def main(folder: str) -> int:
     """Run all plans of a job on this rank; the exit status."""
-    _end_with_launcher()
     job_dir = Path(folder)
     rank = int(os.environ.get("RANK", "0"))
     try:
