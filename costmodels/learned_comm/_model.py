@@ -102,9 +102,9 @@ class Fitted:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def system_of(self, device: str, fabric: int, group: str) -> System | None:
-        """The best known system of a device for a group: with curves of it, no remark about its host, most rows."""
+        """The best known system of a device for a group: that whose curves span most sizes, then with most rows."""
         alike = [s for s in self.systems.values() if s.device == device and s.fabric == fabric]
-        return max(alike, key=lambda s: (group in s.curves, "(" not in s.name, s.rows), default=None)
+        return max(alike, key=lambda s: (round(_octaves(s.curves.get(group, {}))), s.rows), default=None)
 
     def predict(self, situation: Situation, devices: Sequence[str], names: Sequence[str] | None = None) -> Prediction:
         """Rows on devices by name; `names` says which system each row is from, where known."""
@@ -155,6 +155,10 @@ class Fitted:
             hop = self.constants["network/collective"]["hop"]
             between[given] = np.clip((at.between_s[given] - start) / hop, _LEAST_FLOOR, _MOST_FLOOR)
         return floor, between
+
+
+def _octaves(curves: Mapping[int, Curve]) -> float:
+    return max((curve.log2_bytes[-1] - curve.log2_bytes[0] + 1 for curve in curves.values()), default=0.0)
 
 
 def _scaled(constants: Constants, at: Situation, measured_s: Floats, *, hosts: float) -> Floats:
