@@ -34,8 +34,9 @@ class Replicate:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Each member holds a part of `dim`: one consecutive chunk, or with `block` the same chunk of every run of `block` elements
-    (strided, as a fused qkv weight split by heads). Uneven parts follow the chunk rule: ceil(n / members) each, the last ones less.
+    """Each member holds a part of `dim`: one consecutive chunk, or with `block` the same chunk of every run of
+    `block` elements (strided, as a fused qkv weight split by heads). Uneven parts follow the chunk rule: ceil(n /
+    members) each, the last ones less.
     """
 
     dim: int
@@ -47,8 +48,8 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Partial:
-    """Each member holds a term; `reducer` over the axis gives the tensor. `mask` names the dim of another tensor by which rows were masked
-    (an embedding with its vocabulary split)."""
+    """Each member holds a term; `reducer` over the axis gives the tensor. `mask` names the dim of another tensor by
+    which rows were masked (an embedding with its vocabulary split)."""
 
     reducer: Reducer = "sum"
     mask: int | None = None
@@ -112,7 +113,8 @@ class Strategy:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """Strategies of a stage: per kernel class (named by the id of its first instance), and per single kernel where an instance differs.
+    """Strategies of a stage: per kernel class (named by the id of its first instance), and per single kernel where an
+    instance differs.
 
     A kernel id is `op id|F|target#k`, k counting equal (phase, target) pairs of the op. Kernels not named replicate.
     """
@@ -123,7 +125,8 @@ class Sharding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatePlacement:
-    """Where a parameter, its accumulated gradient and its optimizer state rest between uses, per axis (not named: replicated).
+    """Where a parameter, its accumulated gradient and its optimizer state rest between uses, per axis (not named:
+    replicated).
 
     All three `S(0)` on `dp` is ZeRO-3 or FSDP, the last two ZeRO-2, the last ZeRO-1.
     """

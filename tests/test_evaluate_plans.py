@@ -62,7 +62,7 @@ def test_one_at_a_time_or_together(kind: str, links: UnitLinks) -> None:
 @settings(max_examples=30)
 def test_any_stages_in_any_memory(cuts: list[int], count: int, small: bool) -> None:
     given = given_problem(SLOW_LINKS, 8, 1500 if small else 10**9)
-    sizes = [(8 // count,)] * (len(cuts) + 1)
+    sizes: list[tuple[int, ...]] = [(8 // count,)] * (len(cuts) + 1)
     check(given, [plan(given.graph, sorted(cuts), count, sizes, schedule=Schedule(kind=k)) for k in ("1f1b", "gpipe")])
 
 

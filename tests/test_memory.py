@@ -11,10 +11,9 @@ from hypothesis import strategies as st
 from simpart.capture import capture
 from simpart.graph import Graph
 from simpart.memory import StageActivations, activations_of, state_of, state_values, update_transient_bytes
-from simpart.model_spec import UserFactory, parse_model
+from simpart.model_spec import ModelFactory, parse_model
 from simpart.split_backward import weight_share
 from simpart.training import TrainingSpec
-from simpart.zoo import ZooFactory
 from tests.toy_graphs import Toy, chain, device
 
 
@@ -195,7 +194,7 @@ def test_an_update_holds_temporaries_unless_fused() -> None:
     assert update_transient_bytes(TrainingSpec(fused=True, master_weights=True), device(), state) == 2 * 16 * 4
 
 
-def saved_bytes(factory: ZooFactory | UserFactory, micro_batch: int) -> int:
+def saved_bytes(factory: ModelFactory, micro_batch: int) -> int:
     """Storages that autograd keeps after a forward, but for parameters, buffers and inputs."""
     module, inputs = factory(micro_batch)
     outside = [*module.parameters(), *module.buffers(), *inputs]
