@@ -46,7 +46,7 @@ from simpart.sharding.pins import Pin
 from simpart.sharding.propagate import propagate
 from simpart.tdl import Call
 from simpart.training import TrainingSpec
-from simpart.validate import collect, launch, prepare
+from simpart.validate import collect, launch, prepare, report_of
 from simpart.validate._crossings import needs_of
 from simpart.validate._local_kernels import Draw, bind
 from simpart.validate._mesh import Mesh, mesh_ranks, part_of
@@ -230,7 +230,7 @@ def test_sharded_plans_on_two_processes_equal_one_process(tmp_path: Path) -> Non
     ]
     results = run(tmp_path, files, 2)
     assert_exact(results, files)
-    issued = results[0][0]["check"]["collectives"]
+    issued = report_of(results[0]).to_json()["measured"]["collectives"]
     layers = micro_batches = 2
     assert issued == {"F all_reduce tp": 2 * layers * micro_batches, "B all_reduce tp": 2 * layers * micro_batches}
 

@@ -6,7 +6,7 @@ import contextlib
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +48,8 @@ class ValidationReport:
     """Measured steps of a plan and, if it was simulated, their prediction. `step_s` is the median; `spread` (slowest
     - fastest) / median.
 
-    `losses` are of every step, warm-up included; `check` holds the largest relative differences from one process.
+    `losses` are of every step, warm-up included; `check` holds the largest relative differences from one process;
+    `collectives` how many of each `phase kind axis` rank 0 of a sharded plan issued in a step.
     """
 
     steps: tuple[float, ...]
@@ -59,6 +60,7 @@ class ValidationReport:
     predicted: SimResult | None = None
     check: Mapping[str, Any] | None = None
     cuda: bool = False
+    collectives: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def step_s(self) -> float:
@@ -124,6 +126,8 @@ class ValidationReport:
                 "losses": list(self.losses),
             }
         }
+        if self.collectives:
+            document["measured"]["collectives"] = dict(self.collectives)
         if self.predicted is not None:
             document["predicted"] = {**self.predicted.to_json(), "allocated_bytes": self.predicted_allocated_bytes}
             document["error"] = self.error
@@ -166,6 +170,7 @@ def report_of(ranks: Sequence[Mapping[str, Any]], predicted: SimResult | None = 
         predicted=predicted,
         check=worst,
         cuda=ranks[0]["device"] != "cpu",
+        collectives=ranks[0].get("collectives", {}),
     )  # fmt: skip
 
 
