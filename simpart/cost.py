@@ -111,13 +111,15 @@ class Costs:
     """The two models a Problem prices with, and overheads per device name that profiles of it have shown.
 
     `step_overhead_s` is fixed time per training step; `action_overhead_s` per pipeline action (launching a stage's
-    forward or backward).
+    forward or backward). `overlap_slowdown`: by which part kernels run slower while their device sends or receives
+    besides (0.1: 10 %); 0 leaves it out.
     """
 
     compute: ComputeModel
     communication: CommModel
     step_overhead_s: float = 0.0
     action_overhead_s: float = 0.0
+    overlap_slowdown: float = 0.0
     description: str = ""
 
 

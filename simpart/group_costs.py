@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import lcm
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from simpart.action_costs import ActionCosts
 from simpart.cost import Collective
+from simpart.flows import LinkUse, ring_use, transfer_use
 from simpart.graph import Graph
 from simpart.hardware import Cluster, Device
 from simpart.layout import Arrangement, Layout, Replicas
@@ -23,6 +24,22 @@ from simpart.topology import Reduction
 from simpart.transfers import Load, Message, busiest, loads, messages, sharing
 
 __all__ = ["BUCKET_BYTES", "GroupCosts"]
+
+
+class Costed(Protocol):
+    """What `lowering.Costed` says of a plan."""
+
+    @property
+    def layout(self) -> Layout: ...
+    @property
+    def arrangement(self) -> Arrangement: ...
+    @property
+    def sharded(self) -> int: ...
+    @property
+    def reductions(self) -> tuple[Reduction, ...]: ...
+    @property
+    def costs(self) -> tuple[ClassCost, ...]: ...
+
 
 BUCKET_BYTES = 25 << 20
 """Largest all-reduce of gradients: the default bucket of torch's DistributedDataParallel, and what validate sends."""
@@ -68,6 +85,31 @@ class GroupCosts:
         for key, found in missing.items():
             self.sent[key] = class_cost("transfers", (), [(row, 1.0) for row in busiest(prices, found)])
         return [NOTHING if key is None else self.sent[key] for key in keys]
+
+    def uses(self, plan: Plan, costed: Costed) -> list[LinkUse]:
+        """Bytes over links of each task class: transfers, and reductions as rings."""
+        cluster, layout, arrangement = self.actions.communication.cluster, costed.layout, costed.arrangement
+        found: list[LinkUse] = [{} for _ in range(4 * len(plan.stages))]
+        for load, edge in zip(layout.loads, layout.edges, strict=True):
+            parts = {}
+            if costed.sharded >= 0:
+                variant = arrangement.variants[plan.stages[edge.source].group][0]
+                share = self.actions.share(plan, layout, edge.source, variant)
+                parts = _boundary_parts(layout, share, [v for v, _ in load])
+            ends = [arrangement.ends[plan.stages[s].group] for s in (edge.source, edge.target)]
+            for back in (False, True):
+                moved = [v for v, gradient in load if gradient or not back]
+                pair = ends[::-1] if back else ends
+                local = ends[0] == ends[1] or (back and not edge.backward)
+                sizes = partial(_sizes, layout.graph, moved, parts)
+                found.append({} if local else transfer_use(cluster, loads(cluster, _counterparts(*pair), sizes)))
+        for reduction, cost in zip(costed.reductions, costed.costs[len(found) :], strict=False):
+            ranks = _ranks(plan, reduction.groups)
+            size = layout.own_bytes[reduction.stage] if reduction.stage >= 0 else NORM_BYTES
+            tied = [total for (groups, _), total in zip(layout.tied, layout.tied_bytes, strict=True)
+                    if groups == reduction.groups and reduction.axis == "tied"]  # fmt: skip
+            found.append(ring_use(cluster, ranks, sum(tied) if tied else size) if cost.seconds > 0 else {})
+        return found + [{}] * (len(costed.costs) - len(found))
 
     def _place(self, arrangement: Arrangement, source: int, target: int) -> int:
         """Equal for pairs of groups that lie alike in the cluster: moved by whole blocks of an inner level of links,

@@ -124,5 +124,6 @@ class Ledger:
             by_factor=table,
             own_log_sd=own,
             own_source=self.own_source,
+            sources=tuple(self.sources),
             by_provenance=self.by_provenance,
         )

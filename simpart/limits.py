@@ -1,13 +1,16 @@
-"""What limits a step: the time of its busiest group, told apart."""
+"""What limits a step: the time of its busiest group, told apart, and what less of each part would buy."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from simpart.engines import Times
+from simpart.engines import Times, compiled
 from simpart.program import Program, TaskKind
 
-__all__ = ["bottleneck", "limits_of"]
+__all__ = ["bottleneck", "critical_path", "gains_of", "limits_of"]
+
+Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+LITTLE = 0.01
 
 
 def bottleneck(program: Program) -> int:
@@ -63,3 +66,64 @@ def _sending(program: Program, times: Times, task: int, begin: float, end: float
         return 0.0
     last = int(sends[np.argmax(times.end_s[sends])])
     return max(0.0, min(end, float(times.end_s[last])) - max(begin, float(times.start_s[last])))
+
+
+# --- what would help -------------------------------------------------------------------------------------------------
+def parts_of(program: Program) -> dict[str, Floats]:
+    """Seconds of every task class by what they are: compute, communication by axis, overhead. They sum to the
+    durations."""
+    topology, facts, task_s = program.topology, program.facts, program.durations.task_s
+    assert facts is not None  # simulate checks
+    kind = np.full(task_s.size, -1)
+    kind[topology.task_class] = topology.kind
+    first_reduction = task_s.size - topology.groups - len(facts.reduction_axes)
+    parts = {
+        "overhead": np.where((kind >= 0) & (kind < TaskKind.SEND), np.minimum(task_s, facts.action_overhead_s), 0.0)
+    }
+    for axis, seconds in facts.inside:
+        parts[f"communication {axis}"] = seconds.copy()
+    parts.setdefault("communication pp", np.zeros(task_s.size))
+    parts["communication pp"][kind == TaskKind.SEND] += task_s[kind == TaskKind.SEND]
+    for r, axis in enumerate(facts.reduction_axes):
+        part = parts.setdefault(f"communication {axis}", np.zeros(task_s.size))
+        part[first_reduction + r] += task_s[first_reduction + r]
+    parts["compute"] = np.maximum(task_s - sum(parts.values()), 0.0)
+    return parts
+
+
+def gains_of(program: Program) -> dict[str, dict[str, float]]:
+    """By which part the step would be shorter: with 1 % less of a component everywhere (`one_percent`, in per cent of
+    the step), and with none of it (`all`, a share of the step)."""
+    facts, task_s = program.facts, program.durations.task_s
+    assert facts is not None  # simulate checks
+    parts = parts_of(program)
+    less = [task_s - scale * part for part in parts.values() for scale in (LITTLE, 1.0)]
+    steps = compiled.makespans(program.topology, np.maximum(np.stack([task_s, *less]), 0.0)) + facts.overhead_s
+    found = {}
+    for i, name in enumerate(parts):
+        fixed = facts.overhead_s if name == "overhead" else 0.0
+        little, whole = steps[0] - steps[1 + 2 * i] + LITTLE * fixed, steps[0] - steps[2 + 2 * i] + fixed
+        if steps[0] > 0 and (parts[name].any() or fixed):
+            found[name] = {"one_percent": float(little / steps[0] / LITTLE), "all": float(whole / steps[0])}
+    return found
+
+
+def critical_path(program: Program, times: Times) -> list[int]:
+    """Tasks that follow one another without a gap from the step's begin to its end, any of which, if longer, makes the
+    step longer. Of several such paths the one over the latest-numbered tasks."""
+    topology = program.topology
+    before = np.full(topology.size, -1)
+    queue, starts = topology.resource_order, topology.resource_indptr
+    before[queue[1:]] = queue[:-1]
+    before[queue[starts[:-1][np.diff(starts) > 0]]] = -1
+    path = [int(np.flatnonzero(times.end_s == times.end_s.max())[-1])]
+    while times.start_s[path[-1]] > 0:
+        task = path[-1]
+        causes = [*topology.predecessors[topology.indptr[task] : topology.indptr[task + 1]].tolist(), int(before[task])]
+        lags = [*topology.lag[topology.indptr[task] : topology.indptr[task + 1]].tolist(), -1]
+        lag_s = program.durations.lag_s
+        ready = [
+            (times.end_s[c] + (lag_s[k] if k >= 0 else 0.0), c) for c, k in zip(causes, lags, strict=True) if c >= 0
+        ]
+        path.append(max(ready)[1])
+    return path[::-1]

@@ -21,6 +21,7 @@ import numpy as np
 from simpart.action_costs import ActionCosts
 from simpart.errors import MismatchError, UnsupportedError
 from simpart.flops import model_flops
+from simpart.flows import flows_of
 from simpart.footprint import Footprints
 from simpart.group_costs import GroupCosts
 from simpart.layout import Arrangement, Layout, Layouts, Variant
@@ -96,6 +97,7 @@ class Lowering:
             *self.groups.reductions(plan, layout, arrangement, reductions, shares, sharded),
             *self.groups.updates(plan, layout, arrangement, shares, sharded),
         )
+        costs = self._overlapped(plan, layout, costs)
         seconds = np.array([cost.seconds for cost in costs])
         return Costed(
             layout=layout,
@@ -106,6 +108,27 @@ class Lowering:
             seconds=seconds,
             exact=_transfers_never_wait(plan, layout, seconds),
         )
+
+    def _overlapped(self, plan: Plan, layout: Layout, costs: tuple[ClassCost, ...]) -> tuple[ClassCost, ...]:
+        """Actions slowed down by the transfers of their group that go on beside them: those of a micro-batch, spread
+        evenly over its actions."""
+        slowdown, stages = self.problem.costs.overlap_slowdown, len(plan.stages)
+        if slowdown == 0:
+            return costs
+        sending, working = np.zeros((2, len(plan.groups)))
+        for s, stage in enumerate(plan.stages):
+            working[stage.group] += costs[4 * s].seconds + costs[4 * s + 1].seconds
+        for e, edge in enumerate(layout.edges):
+            for end in (edge.source, edge.target):
+                sending[plan.stages[end].group] += (
+                    costs[4 * stages + 2 * e].seconds + costs[4 * stages + 2 * e + 1].seconds
+                )
+        part = np.minimum(1.0, np.divide(sending, working, out=np.zeros_like(working), where=working > 0))
+        slowed = list(costs)
+        for c in range(4 * stages):
+            extra = costs[c].seconds * slowdown * float(part[plan.stages[c // 4].group])
+            slowed[c] = costs[c]._replace(seconds=costs[c].seconds + extra, fixed_s=costs[c].fixed_s + extra)
+        return tuple(slowed)
 
     def _reductions(self, plan: Plan, layout: Layout, shares: Any) -> tuple[Reduction, ...]:
         reductions = []
@@ -162,6 +185,7 @@ class Lowering:
             reduction_axes=tuple(reduction.axis for reduction in costed.reductions),
             inside=tuple(sorted(inside.items())),
             stages_of_group=_stages_of_group(plan, costed.layout),
+            devices=tuple(tuple(group.devices) for group in plan.groups),
             device_names=tuple(device.name for device in devices),
             capacity_bytes=tuple(device.memory_bytes for device in devices),
             reserved_bytes=tuple(device.reserved_bytes for device in devices),
@@ -204,6 +228,7 @@ def lower(problem: Problem, plan: Plan, grain: Literal["coarse"] = "coarse") -> 
         multiplicity=tuple(group.replicas for group in plan.groups),
         spread=ledger.spread(),
         facts=lowering.facts(plan, costed, chosen),
+        flows=flows_of(problem.cluster, lowering.groups.uses(plan, costed)),
     )
 
 

@@ -12,7 +12,17 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["MEMORY_KINDS", "Durations", "MemoryDeltas", "Program", "Spread", "StepFacts", "TaskKind", "Topology"]
+__all__ = [
+    "MEMORY_KINDS",
+    "Durations",
+    "Flows",
+    "MemoryDeltas",
+    "Program",
+    "Spread",
+    "StepFacts",
+    "TaskKind",
+    "Topology",
+]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -93,8 +103,8 @@ class Spread:
 
     `by_factor[c, f]` are the seconds of class c that share latent factor f, a (device, family) named in `factors`:
     their logs err together with spread `shared_log_sd[f]`. Besides, class c errs by `own_log_sd[c]`, together with the
-    classes of equal `own_source`. `by_provenance[c, p]` splits the same seconds by `cost.PROVENANCES`; what is fixed
-    (overheads) is in neither.
+    classes of equal `own_source`, named in `sources`. `by_provenance[c, p]` splits the same seconds by
+    `cost.PROVENANCES`; what is fixed (overheads) is in neither.
     """
 
     factors: tuple[str, ...]
@@ -102,13 +112,15 @@ class Spread:
     by_factor: Table
     own_log_sd: Floats
     own_source: Ints
+    sources: tuple[str, ...]
     by_provenance: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """What a step achieves and what it may use. `inside` has the seconds per task class of collectives within
-    actions, by axis. `stages_of_group` are stage numbers; the three rows of bytes and factors are per group: of the
+    actions, by axis. `stages_of_group` are stage numbers, `devices` places in
+    the cluster; the three rows of bytes and factors are per group: of the
     device with the least room. Device bytes are allocated × `allocator_factor` + `reserved_bytes`."""
 
     samples: int
@@ -120,10 +132,20 @@ class StepFacts:
     reduction_axes: tuple[str, ...]
     inside: tuple[tuple[str, Floats], ...]
     stages_of_group: tuple[tuple[int, ...], ...]
+    devices: tuple[tuple[int, ...], ...]
     device_names: tuple[str, ...]
     capacity_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     allocator_factor: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Flows:
+    """What one task of each class moves over each physical link, and what a link carries."""
+
+    links: tuple[str, ...]
+    bytes_per_s: Floats
+    bytes_by_class: Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,3 +158,4 @@ class Program:
     multiplicity: tuple[int, ...]
     spread: Spread | None = None
     facts: StepFacts | None = None
+    flows: Flows | None = None

@@ -14,22 +14,22 @@ from simpart.engines import Peaks, Times, compiled, replay, task_name
 from simpart.engines.levels import peak_bytes
 from simpart.errors import UserError
 from simpart.layout import Variant
-from simpart.limits import bottleneck, limits_of
+from simpart.limits import bottleneck, gains_of, limits_of
 from simpart.lowering import Costed, lower, lowering_of
 from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas, Program, Spread, StepFacts, Topology
 from simpart.schedule import Rows, Schedule, check_rows
+from simpart.stochastic import sample_steps
 from simpart.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
 
 __all__ = [
-    "Evaluation", "MemoryRow", "SimResult", "chain_times", "evaluate", "makespan", "peak_in_flight", "sample_steps",
-    "simulate", "simulate_plan",
+    "Evaluation", "MemoryRow", "SimResult", "chain_times", "evaluate", "makespan", "peak_in_flight", "simulate",
+    "simulate_plan",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
-Engine = Literal["compiled", "simpy"]
-DRAWS, SEED = 256, 0
+Engine = Literal["compiled", "simpy", "contention"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +70,8 @@ class Evaluation:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimResult:
     """A predicted training step. `interval_s` holds 90 % of the steps that the estimates' spreads allow; `limits` and
-    `provenance` are shares that sum to 1. `program` and `times` are what was replayed."""
+    `provenance` are shares that sum to 1; `gains` says what less of each would buy (`limits.gains_of`). `contention_s`
+    is what sharing links adds, where the engine lets them be shared. `program` and `times` are what was replayed."""
 
     step_s: float
     interval_s: tuple[float, float]
@@ -80,7 +81,9 @@ class SimResult:
     peak_bytes: int
     memory: tuple[MemoryRow, ...]
     limits: dict[str, float]
+    gains: dict[str, dict[str, float]]
     provenance: dict[str, float]
+    contention_s: float
     feasible: bool
     why_infeasible: str
     program: Program
@@ -97,6 +100,8 @@ class SimResult:
             "peak_bytes": self.peak_bytes,
             "memory": [row.to_json() for row in self.memory],
             "limits": self.limits,
+            "gains": self.gains,
+            "contention_s": self.contention_s,
             "provenance": self.provenance,
         }
 
@@ -114,6 +119,9 @@ def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
             "this program says neither what a step achieves nor how sure its times are; make it with lower()"
         )
     times, held = replay(program, engine)
+    contention_s = 0.0
+    if engine == "contention":
+        contention_s = times.makespan_s - compiled.times(program.topology, program.durations).makespan_s
     step_s = times.makespan_s + facts.overhead_s
     rows = tuple(_memory_row(program.topology, facts, times, held, g) for g in range(program.topology.groups))
     over = [row.device_bytes - row.capacity_bytes for row in rows]
@@ -123,7 +131,7 @@ def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
         device, misfits = facts.device_names[worst.group], sum(o > 0 for o in over)
         kinds = held.by_kind[worst.group]
         why = _why_infeasible(worst.stages, device, worst.device_bytes, max(over), kinds, misfits - 1)
-    low, high = np.quantile(sample_steps(program.topology, program.durations, spread, facts), [0.05, 0.95])
+    low, high = np.quantile(sample_steps(program), [0.05, 0.95])
     return SimResult(
         step_s=step_s,
         interval_s=(min(float(low), step_s), max(float(high), step_s)),
@@ -133,6 +141,8 @@ def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
         peak_bytes=max(row.device_bytes for row in rows),
         memory=rows,
         limits=limits_of(program, times, step_s),
+        gains=gains_of(program),
+        contention_s=contention_s,
         provenance=_provenance(program, spread),
         feasible=not why,
         why_infeasible=why,
@@ -214,21 +224,6 @@ def _why_infeasible(
         f"{subject} {human_bytes(device_bytes)}, {human_bytes(over)} more than {device} has; most of it "
         f"{MEMORY_KINDS[largest]} ({human_bytes(round(float(by_kind[largest])))}){more}"
     )
-
-
-def sample_steps(
-    topology: Topology, durations: Durations, spread: Spread, facts: StepFacts, draws: int = DRAWS, seed: int = SEED
-) -> Floats:
-    """Steps of `draws` worlds: in each, one factor per latent factor and own source multiplies all times that share it.
-
-    The same seed gives the same worlds for the same factors, so that plans can be compared world by world.
-    """
-    worlds = np.random.default_rng(seed).standard_normal((draws, len(spread.factors)))
-    owns = np.random.default_rng(seed + 1).standard_normal((draws, int(spread.own_source.max(initial=0)) + 1))
-    varied = np.exp(worlds * spread.shared_log_sd) @ spread.by_factor.T
-    varied *= np.exp(owns[:, spread.own_source] * spread.own_log_sd)
-    fixed = np.maximum(durations.task_s - spread.by_factor.sum(axis=1), 0.0)
-    return compiled.makespans(topology, varied + fixed) + facts.overhead_s
 
 
 def _provenance(program: Program, spread: Spread) -> dict[str, float]:

@@ -1,22 +1,26 @@
 """A replayed step for Perfetto (ui.perfetto.dev) or chrome://tracing: rows of device groups and links, flows, memory.
 
 Written in the Trace Event Format (JSON): complete events in microseconds, flow arrows from a transfer's producer
-through it to its reader, and counters of each group's memory by kind.
+through it to its reader, counters of each group's memory by kind and of what every physical link carries. Tasks that
+the step's length hangs on are marked critical.
 """
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from simpart.engines import completes_backward, task_name
+from simpart.errors import FormatError
 from simpart.files import dump_json, write_atomically
+from simpart.limits import critical_path
 from simpart.program import MEMORY_KINDS, Program, TaskKind
 from simpart.simulation import SimResult
 
-__all__ = ["save_trace", "trace_events"]
+__all__ = ["load_trace", "save_trace", "trace_events"]
 
 GROUPS, LINKS = 1, 2
 """Process numbers in the trace: a row per device group, a row per link."""
@@ -37,9 +41,23 @@ def save_trace(path: Path | str, result: SimResult) -> None:
     write_atomically(path, dump_json(content) + "\n")
 
 
+def load_trace(path: Path | str) -> list[dict[str, Any]]:
+    """The events of a trace file; raises FormatError in one line for what is none."""
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        events = content["traceEvents"]
+    except OSError as error:
+        raise FormatError(f"cannot read trace {path}: {error.strerror}; give a trace file") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise FormatError(f"{path} is not a trace ({type(error).__name__}); give a file with traceEvents") from error
+    if not isinstance(events, list) or not all(isinstance(e, dict) and "ph" in e and "pid" in e for e in events):
+        raise FormatError(f"{path} holds events without ph or pid; give a trace in the Trace Event Format")
+    return events
+
+
 def trace_events(result: SimResult) -> list[dict[str, Any]]:
     """All events; times in microseconds from the start of the step."""
-    return [*_names(result), *_tasks(result), *_flows(result), *_counters(result)]
+    return [*_names(result), *_tasks(result), *_flows(result), *_counters(result), *_link_counters(result)]
 
 
 def _names(result: SimResult) -> list[dict[str, Any]]:
@@ -70,6 +88,7 @@ def _row(program: Program, task: int) -> dict[str, int]:
 
 def _tasks(result: SimResult) -> list[dict[str, Any]]:
     topology, times = result.program.topology, result.times
+    critical = set(critical_path(result.program, times)) if result.contention_s == 0 else set()
     found = []
     for task in np.argsort(times.start_s, kind="stable").tolist():
         kind = TaskKind(int(topology.kind[task]))
@@ -78,6 +97,8 @@ def _tasks(result: SimResult) -> list[dict[str, Any]]:
             "kind": kind.name.lower(),
             "class": topology.class_names[topology.task_class[task]],
         }
+        if task in critical:
+            arguments["critical"] = True
         if topology.stage[task] >= 0:
             arguments["stage"] = int(topology.stage[task])
         if topology.micro_batch[task] >= 0:
@@ -130,3 +151,24 @@ def _counters(result: SimResult) -> list[dict[str, Any]]:
 def _counter(group: int, time_s: float, level: np.ndarray[tuple[int], np.dtype[np.float64]]) -> dict[str, Any]:
     kinds = {kind: round(float(size)) for kind, size in zip(MEMORY_KINDS, level, strict=True)}
     return {"ph": "C", "name": f"memory of group {group}", "pid": GROUPS, "ts": time_s * 1e6, "args": kinds}
+
+
+def _link_counters(result: SimResult) -> list[dict[str, Any]]:
+    """Bytes per second over each physical link, at every change."""
+    program, times = result.program, result.times
+    found: list[dict[str, Any]] = []
+    if program.flows is None:
+        return found
+    classes, length = program.topology.task_class, times.end_s - times.start_s
+    tasks = np.flatnonzero(length > 0)
+    for number, name in enumerate(program.flows.links):
+        size = program.flows.bytes_by_class[classes[tasks], number]
+        mine = tasks[size > 0]
+        rate = size[size > 0] / length[mine]
+        at = np.concatenate([times.end_s[mine], times.start_s[mine]])
+        order = np.argsort(at, kind="stable")  # what ends makes room before what begins
+        level = np.concatenate([-rate, rate])[order].cumsum()
+        for time_s, now in zip(at[order].tolist(), level.tolist(), strict=True):
+            event = {"ph": "C", "name": f"link {name}", "pid": LINKS, "ts": time_s * 1e6}
+            found.append(event | {"args": {"bytes_per_s": max(0.0, now)}})
+    return found

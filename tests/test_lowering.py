@@ -22,7 +22,8 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.program import MEMORY_KINDS
 from simpart.schedule import Schedule
-from simpart.simulation import SimResult, evaluate, sample_steps, simulate, simulate_plan
+from simpart.simulation import SimResult, evaluate, simulate, simulate_plan
+from simpart.stochastic import sample_steps
 from simpart.timeline import timeline
 from simpart.training import TrainingSpec
 from simpart.transfers import messages
@@ -219,8 +220,8 @@ def test_sampling_is_seeded_and_paired() -> None:
     graph = chain(2)
     p = problem(graph, 8, costs=costs(UnitCompute((0.2, 0.1))))
     programs = [lower(p, plan(graph, cuts, 4)) for cuts in ([2], [3])]
-    steps = [sample_steps(q.topology, q.durations, q.spread, q.facts) for q in programs]  # type: ignore[arg-type]
-    again = sample_steps(programs[0].topology, programs[0].durations, programs[0].spread, programs[0].facts)  # type: ignore[arg-type]
+    steps = [sample_steps(q) for q in programs]
+    again = sample_steps(programs[0])
     assert (steps[0] == again).all()
     assert np.corrcoef(np.log(steps))[0, 1] > 0.9
 
@@ -360,3 +361,17 @@ def test_sharded_state_takes_its_share_of_memory(zero: int) -> None:
     buffers = sum(s.spec.bytes(1) for _, s in example.graph.all_sources() if s.kind in ("buffer", "constant"))
     trained = (whole["parameters"] - buffers) / (8 if zero == 3 else 1)
     assert ours["parameters"] == pytest.approx(trained + buffers, rel=0.05)
+
+
+def test_kernels_slow_down_beside_transfers_by_the_time_these_take() -> None:
+    """Two stages of a layer each: 2 s forward, 3 s backward (2 s on the first), 1 s there and 1 s back."""
+    graph = chain(2)
+    found = []
+    for slowdown in (0.0, 0.5):
+        priced = dataclasses.replace(costs(links=UnitLinks({"p2p": 1 / 32})), overlap_slowdown=slowdown)
+        given = problem(graph, 6, costs=priced)
+        one = plan(graph, [2], 3)
+        assert evaluate(given, [one])[0].step_s == simulate_plan(given, one).step_s
+        found.append(lower(given, one).durations.task_s)
+    np.testing.assert_allclose(found[1][:2], found[0][:2] * (1 + 0.5 * 2 / found[0][:2].sum()))
+    np.testing.assert_allclose(found[1][8:], found[0][8:])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from simpart.errors import FormatError
 from simpart.simulation import SimResult, simulate_plan
-from simpart.trace import save_trace
+from simpart.trace import load_trace, save_trace
 from tests.test_lowering import plan, problem
 from tests.toy_graphs import UnitLinks, chain, costs
 
@@ -26,9 +26,7 @@ def result() -> SimResult:
 def events(result: SimResult, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     path: Path = tmp_path_factory.mktemp("trace") / "t.json"
     save_trace(path, result)
-    content = json.loads(path.read_text())
-    found: list[dict[str, Any]] = content["traceEvents"]
-    return found
+    return load_trace(path)
 
 
 def test_every_task_is_an_event_on_a_named_row(result: SimResult, events: list[dict[str, Any]]) -> None:
@@ -80,3 +78,26 @@ def test_the_same_result_gives_the_same_bytes(result: SimResult, tmp_path: Path)
     save_trace(tmp_path / "a.json", result)
     save_trace(tmp_path / "b.json", result)
     assert (tmp_path / "a.json").read_bytes() == (tmp_path / "b.json").read_bytes()
+
+
+def test_links_carry_in_all_what_was_sent(result: SimResult, events: list[dict[str, Any]]) -> None:
+    flows, topology = result.program.flows, result.program.topology
+    assert flows is not None
+    sent = flows.bytes_by_class[topology.task_class].sum(axis=0)
+    for name, expected in zip(flows.links, sent.tolist(), strict=True):
+        rows = [e for e in events if e["ph"] == "C" and e["name"] == f"link {name}"]
+        carried = sum((b["ts"] - a["ts"]) * 1e-6 * a["args"]["bytes_per_s"] for a, b in pairwise(rows))
+        assert carried == pytest.approx(expected) and rows[-1]["args"]["bytes_per_s"] == pytest.approx(0, abs=1e-6)
+
+
+def test_critical_tasks_follow_one_another_from_begin_to_end(result: SimResult, events: list[dict[str, Any]]) -> None:
+    path = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["ph"] == "X" and e["args"].get("critical"))
+    assert path[0][0] == 0 and path[-1][1] == pytest.approx(result.times.makespan_s * 1e6)
+    assert all(a[1] == pytest.approx(b[0]) for a, b in pairwise(path))
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{}", '{"traceEvents": [1]}', '{"traceEvents": [{"ph": "X"}]}'])
+def test_other_files_are_no_traces(content: str, tmp_path: Path) -> None:
+    (tmp_path / "t.json").write_text(content)
+    with pytest.raises(FormatError, match="trace"):
+        load_trace(tmp_path / "t.json")

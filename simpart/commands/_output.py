@@ -14,7 +14,8 @@ from simpart.simulation import SimResult
 __all__ = ["prediction_document", "print_document", "print_prediction"]
 
 PREDICTED = (
-    "step_s", "interval_s", "samples_per_s", "tokens_per_s", "mfu", "peak_bytes", "memory", "limits", "provenance",
+    "step_s", "interval_s", "samples_per_s", "tokens_per_s", "mfu", "peak_bytes", "memory", "limits", "gains",
+    "contention_s", "provenance",
 )  # fmt: skip
 """Keys of `SimResult.to_json`."""
 

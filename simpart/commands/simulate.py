@@ -19,7 +19,10 @@ __all__ = ["simulate"]
 @click.argument("target", metavar="PLAN|MODEL")
 @problem_options(required=False)
 @configuration_options()
-@click.option("--engine", type=click.Choice(["compiled", "simpy"]), default="compiled", show_default=True)
+@click.option(
+    "--engine", type=click.Choice(["compiled", "simpy", "contention"]), default="compiled", show_default=True,
+    help="simpy is the slow reference; contention lets transfers share links.",
+)  # fmt: skip
 @click.option("--trace", type=PLACE, default=None, help="Perfetto trace to write.")
 @click.option("--report", type=PLACE, default=None, help="Page (.html) or picture (.png, .svg).")
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")

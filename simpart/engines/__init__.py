@@ -1,10 +1,11 @@
-"""Two ways to replay a Program: `compiled` (fast, for search and sampling) and `simpy` (readable, the reference)."""
+"""Ways to replay a Program: `compiled` (fast, for search and sampling), `simpy` (readable, the reference) and
+`contention` (the same, where transfers share links)."""
 
 from __future__ import annotations
 
 from simpart.engines.order import Deadlock, static_order
 from simpart.engines.result import Peaks, Times, check_durations, completes_backward, task_name
-from simpart.errors import UnknownNameError
+from simpart.errors import UnknownNameError, UserError
 from simpart.program import Program
 
 __all__ = [
@@ -19,7 +20,7 @@ __all__ = [
     "task_name",
 ]
 
-ENGINES = ("compiled", "simpy")
+ENGINES = ("compiled", "simpy", "contention")
 
 
 def replay(program: Program, engine: str = "compiled") -> tuple[Times, Peaks]:
@@ -28,10 +29,13 @@ def replay(program: Program, engine: str = "compiled") -> tuple[Times, Peaks]:
         from simpart.engines.compiled import peaks, times
 
         return times(program.topology, program.durations), peaks(program.topology, program.memory)
-    if engine == "simpy":
+    if engine in ("simpy", "contention"):
         from simpart.engines.simpy_engine import simulate_events
 
-        found, held = simulate_events(program.topology, program.durations, program.memory)
+        flows = program.flows if engine == "contention" else None
+        if engine == "contention" and flows is None:
+            raise UserError("this program does not say which links its transfers use; make it with lower()")
+        found, held = simulate_events(program.topology, program.durations, program.memory, flows)
         assert held is not None  # memory was given
         return found, held
     raise UnknownNameError("engine", engine, ENGINES)

@@ -1,7 +1,7 @@
 """The readable reference: every resource is a process that runs its queue, every task an event that others wait for.
 
-Here in `static` mode: orders are fixed and transfers don't disturb one another, so answers equal those of the
-compiled engine to rounding.
+Orders are fixed. Without `flows` transfers don't disturb one another, so answers equal those of the compiled engine to
+rounding; with them, transfers and collectives share the links they meet on.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from typing import Any
 import numpy as np
 import simpy
 
+from simpart.engines.fabric import Fabric
 from simpart.engines.result import Peaks, Times, check_durations, completes_backward
-from simpart.program import Durations, MemoryDeltas, Topology
+from simpart.program import Durations, Flows, MemoryDeltas, Topology
 
 __all__ = ["simulate_events"]
 
 
 def simulate_events(
-    topology: Topology, durations: Durations, memory: MemoryDeltas | None = None
+    topology: Topology, durations: Durations, memory: MemoryDeltas | None = None, flows: Flows | None = None
 ) -> tuple[Times, Peaks | None]:
     """Run the step event by event; with `memory`, follow each group's level as tasks start and end."""
     check_durations(topology, durations)
@@ -27,6 +28,7 @@ def simulate_events(
     start, end = np.zeros(topology.size), np.zeros(topology.size)
     done = [environment.event() for _ in range(topology.size)]
     levels = None if memory is None else Levels(topology, memory)
+    fabric = None if flows is None else Fabric(environment, flows, durations)
     task_s, lag_s = durations.task_s.tolist(), durations.lag_s.tolist()
     classes, indptr = topology.task_class.tolist(), topology.indptr.tolist()
     predecessors, lags = topology.predecessors.tolist(), topology.lag.tolist()
@@ -43,7 +45,10 @@ def simulate_events(
             start[task] = environment.now
             if levels is not None and group >= 0:
                 levels.starts(group, task)
-            yield environment.timeout(task_s[classes[task]])
+            if fabric is not None and fabric.carries(classes[task]):
+                yield fabric.transfer(classes[task], task_s[classes[task]])
+            else:
+                yield environment.timeout(task_s[classes[task]])
             end[task] = environment.now
             if levels is not None and group >= 0:
                 levels.ends(group, task)
