@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from simpart.errors import UnsupportedError
@@ -171,6 +172,8 @@ def _plain(call: Call, floating: torch.dtype | None, device: torch.device) -> Ru
             return floating
         if isinstance(item, list):
             return [made(part) for part in item]
+        if type(item) is float and floating is not None:
+            return as_written(item)
         return device if isinstance(found, torch.device) else found
 
     positional = [made(item) for item in content["positional"]]
@@ -183,6 +186,16 @@ def _plain(call: Call, floating: torch.dtype | None, device: torch.device) -> Ru
         return [t for t in result if isinstance(t, torch.Tensor)]
 
     return run
+
+
+def as_written(value: float) -> float:
+    """The constant behind one that a graph of lower precision has rounded to float32: of at most six digits.
+
+    >>> as_written(9.999999747378752e-06), as_written(1 / 3), as_written(2**-12)
+    (1e-05, 0.3333333333333333, 0.000244140625)
+    """
+    near = float(f"{value:.6g}")
+    return near if float(np.float32(near)) == value else value
 
 
 @dataclass(frozen=True, slots=True)
