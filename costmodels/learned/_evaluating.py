@@ -150,6 +150,8 @@ def _ratio(table: Measurements, sheets: Mapping[str, Sheet], roofline: Floats) -
         mine = np.flatnonzero(table.device == name)
         for other in others[:1]:
             theirs = np.flatnonzero(table.device == other)
+            if not len(theirs):
+                continue
             order = theirs[np.lexsort((table.latency_s[theirs], shapes[theirs]))]
             keys, starts, counts = np.unique(shapes[order], return_index=True, return_counts=True)
             middle = order[starts + (counts - 1) // 2]

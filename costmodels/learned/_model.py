@@ -3,8 +3,9 @@
     seconds = analytic(constants, shape, data sheet) · exp(weight · residual)
 
 Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; on a `new` one
-a share of the residual counts that did best on held-out devices; a `far` one (peak or bandwidth FAR times beyond the
-trained range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere.
+a share of the residual counts that did best on held-out devices, and between devices with stacked memory a quarter of
+what the nearest trained one scaled by the roofline says; a `far` one (peak or bandwidth FAR times beyond the trained
+range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from simpart.costmodels.learned._boost import Boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, regime_of
 from simpart.costmodels.learned._sheet import Sheet, distance
 
-__all__ = ["STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "software_keys"]
+__all__ = ["STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "one_kind", "software_keys"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -28,6 +29,7 @@ STATUSES = ("seen", "sibling", "new", "far")
 SIBLING = 0.5
 _SAME = 0.01
 FAR = 2.5
+RATIO_SHARE = 0.25
 _STACKED = 10e9  # bytes/s per multiprocessor from which memory is stacked on the chip (HBM)
 _LEAST_FLOOR = 0.3  # of a measured floor that is not the work of the smallest kernel itself
 
@@ -118,10 +120,11 @@ class FamilyModel:
             logs = analytic + self.residual(rows, analytic, self.sheets[self.nearest(sheet)])
         elif status == "far":
             logs = analytic
-        elif _one_kind(self.sheets):
-            logs = self._from_one_kind(rows, analytic)
         else:
-            logs = analytic + self.weight * self.residual(rows, analytic)
+            logs = analytic if one_kind(self.sheets) else analytic + self.weight * self.residual(rows, analytic)
+            near = self.nearest_stacked(sheet)
+            if near is not None:
+                logs = (1.0 - RATIO_SHARE) * logs + RATIO_SHARE * self._scaled_from(rows, self.sheets[near])
         logs = np.maximum(logs, np.log(family.bound_s(rows)))
         inside = np.ones(len(rows), dtype=bool)
         for name, (low, high) in self.domain.items():
@@ -140,16 +143,27 @@ class FamilyModel:
                 found[rows] = np.array([known[r] for r in REGIMES])[regime[rows]]
         return found
 
-    def _from_one_kind(self, rows: Rows, analytic: Floats) -> Floats:
-        """Trained on one kind of device: mean (in logs) of the core and of that device scaled by the roofline, since
-        one errs high where the other errs low; the core alone unless both have stacked memory."""
-        family, near = FAMILY_MODELS[self.family], self.sheets[self.nearest(rows.sheet)]
-        if not (_stacked(near) and _stacked(rows.sheet)):
-            return analytic
+    def nearest_stacked(self, sheet: Sheet) -> str | None:
+        """The nearest trained device with stacked memory, for one that has it too."""
+        stacked = [name for name, known in self.sheets.items() if _stacked(known)]
+        if not (_stacked(sheet) and stacked):
+            return None
+        return min(stacked, key=lambda name: distance(self.sheets[name], sheet))
+
+    def lever(self, sheet: Sheet) -> float:
+        """How much of `weight` times the residual reaches the prediction of a new device."""
+        if one_kind(self.sheets):
+            return 0.0
+        return 1.0 if self.nearest_stacked(sheet) is None else 1.0 - RATIO_SHARE
+
+    def _scaled_from(self, rows: Rows, near: Sheet) -> Floats:
+        """Log seconds as on a trained device, scaled by the roofline. It scales floors too, so that it errs low on a
+        faster device, where the core errs high; not for other memory, which a roofline alone does not tell."""
+        family = FAMILY_MODELS[self.family]
         there = replace(rows, sheet=near)
         known = self.analytic(there)
-        known = known + self.residual(there, known)
-        return 0.5 * (analytic + known + np.log(family.bound_s(rows) / family.bound_s(there)))
+        found: Floats = known + self.residual(there, known) + np.log(family.bound_s(rows) / family.bound_s(there))
+        return found
 
     def _spread(self, status: str, regime: Ints) -> tuple[Floats, Floats]:
         table = np.array([self.spreads[status][name] for name in REGIMES], dtype=np.float64)
@@ -197,7 +211,7 @@ def _stacked(sheet: Sheet) -> bool:
     return bool(sheet.bandwidth[0] / sheet.multiprocessors[0] >= _STACKED)
 
 
-def _one_kind(sheets: Mapping[str, Sheet]) -> bool:
-    """All trained devices are siblings of the first."""
+def one_kind(sheets: Mapping[str, Sheet]) -> bool:
+    """Whether all devices are siblings of the first."""
     first, *others = sheets.values()
     return all(distance(first, other) < SIBLING for other in others)

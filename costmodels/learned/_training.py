@@ -12,7 +12,7 @@ from simpart.costmodels.learned._boost import fit_boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, op_codes, regime_of
 from simpart.costmodels.learned._fitting import fit_constants
 from simpart.costmodels.learned._measurements import Measurements, row_codes
-from simpart.costmodels.learned._model import FamilyModel, Spreads, columns_of, software_keys
+from simpart.costmodels.learned._model import FamilyModel, Spreads, columns_of, one_kind, software_keys
 from simpart.costmodels.learned._sheet import Sheet, sheet_of, stack_sheets
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
@@ -24,7 +24,7 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 _PER_DEVICE = 350  # rows that fit the constants
 _TREE_ROWS = 5000  # and the trees
-_PRIOR_SHARPENING = 3.0  # priors of constants are narrower than what single devices scatter by
+_PRIOR_SHARPENING = 3.0  # priors of constants are narrower than what devices scatter by; twice so for one kind
 _Z90 = 1.645
 _QUICK = {"trees": 150, "depth": 6}
 _FULL = {"trees": 300, "depth": 6}
@@ -73,7 +73,8 @@ def train(
     rows, target = rows_of(few, sheets), np.log(few.latency_s)
     bound = np.log(family.bound_s(rows))
     values = np.array(list(family.constants.values()))
-    centre, spread = np.log(values[:, 0]), values[:, 1] / (prior_sharpening or _PRIOR_SHARPENING)
+    sharpening = _PRIOR_SHARPENING * (2.0 if one_kind(sheets) else 1.0)
+    centre, spread = np.log(values[:, 0]), values[:, 1] / (prior_sharpening or sharpening)
     constants = tuple(
         fit_constants(lambda c, v=variant: np.maximum(np.log(v(c, rows)), bound), target, centre, spread)  # type: ignore[misc]
         for variant in family.variants
@@ -123,14 +124,18 @@ def _sample(table: Measurements, most: int, rng: np.random.Generator) -> np.ndar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Rows of a device that a model never saw: its status, log errors of the core and of the whole, and what the trees
-    would add."""
+    """Rows of a device that a model never saw: its status, log errors of the whole, and what the trees would add with
+    a weight of one, over what they did."""
 
     status: str
     rows: Rows
     error: Floats
-    analytic_error: Floats
-    residual: Floats
+    gain: Floats
+    weight: float
+
+    def error_with(self, weight: float) -> Floats:
+        """Log errors had the residual counted with this weight."""
+        return self.error + (weight - self.weight) * self.gain if self.status == "new" else self.error
 
 
 Progress = Callable[[str], None]
@@ -156,13 +161,13 @@ def errors_on(model: FamilyModel, test: Measurements, device: str) -> HeldOut:
     family = FAMILY_MODELS[model.family]
     rows = Rows(op=op_codes(test.op), dims=test.dims, sheet=sheets_for([device], family)[device])
     truth = np.log(test.latency_s) - model.software_offset(test.software, regime_of(family, rows))
-    found, analytic = model.predict(rows, device), model.analytic(rows)
+    found = model.predict(rows, device)
     return HeldOut(
         status=found.status,
         rows=rows,
         error=found.log_seconds - truth,
-        analytic_error=analytic - truth,
-        residual=model.residual(rows, analytic),
+        gain=model.lever(rows.sheet) * model.residual(rows, model.analytic(rows)),
+        weight=model.weight,
     )
 
 
@@ -246,14 +251,12 @@ def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: flo
     new = [h for h in held_out.values() if h.status == "new"]
     weight = model.weight
     if new:
-        scores = {
-            w: np.mean([np.abs(np.expm1(h.analytic_error + w * h.residual)).mean() for h in new]) for w in WEIGHTS
-        }
+        scores = {w: np.mean([np.abs(np.expm1(h.error_with(w))).mean() for h in new]) for w in WEIGHTS}
         weight = min(WEIGHTS, key=lambda w: (scores[w], w))
     found: dict[str, dict[str, tuple[float, float]]] = {}
     errors_by_device = {}
     for device, held in held_out.items():
-        error = held.analytic_error + weight * held.residual if held.status == "new" else held.error
+        error = held.error_with(weight)
         errors_by_device[device] = {
             "status": held.status, "rows": len(error), "mape": round(float(np.abs(np.expm1(error)).mean()), 4),
             "median": round(float(np.median(np.abs(np.expm1(error)))), 4),
