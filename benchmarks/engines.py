@@ -11,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from simpart.engines.compiled import makespans, peaks, times
+from simpart.engines.levels import peak_bytes
 from simpart.engines.simpy_engine import simulate_events
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas
 from simpart.schedule import Schedule
@@ -58,6 +61,7 @@ def measure(stages: int, micro_batches: int, transfers: str, repeats: int) -> di
     single = cpu_seconds(lambda: times(topology, durations), repeats)
     swept = cpu_seconds(lambda: (times(topology, durations), peaks(topology, memory)), repeats)
     batch = cpu_seconds(lambda: makespans(topology, many, lags), repeats)
+    both = cpu_seconds(lambda: (makespans(topology, many, lags), peak_bytes(topology, [memory] * PLANS)), repeats)
     events = cpu_seconds(lambda: simulate_events(topology, durations), 1 if actions > 10_000 else repeats)
     return {
         "stages": stages,
@@ -70,8 +74,36 @@ def measure(stages: int, micro_batches: int, transfers: str, repeats: int) -> di
         "single_with_memory_actions_per_s": actions / swept,
         "batched_actions_per_s": PLANS * actions / batch,
         "batched_candidates_per_s": PLANS / batch,
+        "batched_with_memory_candidates_per_s": PLANS / both,
         "simpy_actions_per_s": actions / events,
     }
+
+
+def large(stages: int, micro_batches: int) -> dict[str, Any]:
+    """One 1F1B step of many ranks, in a process of its own: CPU seconds from nothing to all times, and peak memory."""
+    script = (
+        "import json, numba, numpy as np, resource, time\n"
+        "import simpart.engines._jit as jit\n"
+        "from simpart.engines.compiled import times\n"
+        "from simpart.program import Durations\n"
+        "from simpart.schedule import Schedule\n"
+        "from simpart.topology import Shape, StageEdge, actions_of, build_topology\n"
+        "jit.WORTH_IMPORTING = 0\n"
+        "def run(stages, count):\n"
+        "    edges = tuple(StageEdge(s, s + 1) for s in range(stages - 1))\n"
+        "    shape = Shape(tuple(range(stages)), Schedule(kind='1f1b'), count, edges, 'lags')\n"
+        "    topology = build_topology(shape, actions_of(shape))\n"
+        "    durations = Durations(task_s=np.ones(len(topology.class_names)), lag_s=np.zeros(2 * len(edges)))\n"
+        "    return times(topology, durations).makespan_s\n"
+        "run(4, 8)\n"
+        "start = time.process_time()\n"
+        f"step_s = run({stages}, {micro_batches})\n"
+        f"assert step_s == 2 * ({stages} + {micro_batches} - 1)\n"
+        "peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024\n"
+        "print(json.dumps({'cpu_s': time.process_time() - start, 'peak_bytes': peak}))\n"
+    )
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    return {"stages": stages, "micro_batches": micro_batches, **json.loads(run.stdout)}
 
 
 def main() -> None:
@@ -86,9 +118,11 @@ def main() -> None:
         for stages, micro_batches in ((8, 64), (64, 512))
         for transfers in ("lags", "tasks")
     ]
+    most = large(1024, 4096)
     if options.json:
-        print(json.dumps({"benchmark": "engines", "plans": PLANS, "rows": rows}, indent=1))
+        print(json.dumps({"benchmark": "engines", "plans": PLANS, "rows": rows, "large": most}, indent=1))
         return
+    print(f"P=1024 M=4096: {most['cpu_s']:.2f} s from schedule to times, {most['peak_bytes'] / 1e9:.2f} GB")
     for row in rows:
         print(
             f"P={row['stages']:<3} M={row['micro_batches']:<4} {row['transfers']:<6}"
@@ -96,6 +130,7 @@ def main() -> None:
             f"  single {row['single_actions_per_s'] / 1e6:6.1f} M actions/s"
             f" (with memory {row['single_with_memory_actions_per_s'] / 1e6:6.1f})"
             f"  batched {row['batched_actions_per_s'] / 1e6:6.1f} M/s = {row['batched_candidates_per_s']:9.0f} plans/s"
+            f" (with memory {row['batched_with_memory_candidates_per_s']:9.0f})"
             f"  SimPy {row['simpy_actions_per_s'] / 1e3:6.1f} k/s"
         )
 

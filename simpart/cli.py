@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> None:
         code = simpart.main(args=arguments, prog_name="simpart", standalone_mode=False)
         sys.stdout.flush()
     except UserError as error:
-        fail(str(error))
+        fail(str(error), getattr(error, "grid", ""))
     except click.exceptions.NoArgsIsHelpError as error:
         group = error.ctx.command if error.ctx is not None else simpart
         if group is simpart:
@@ -117,7 +117,9 @@ def _drop_output() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def fail(message: str) -> NoReturn:
-    """One line on stderr, exit status 2."""
+def fail(message: str, picture: str = "") -> NoReturn:
+    """One line on stderr, below it a picture if there is one, exit status 2."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
+    if picture:
+        print(picture, file=sys.stderr)
     sys.exit(2)

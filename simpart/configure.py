@@ -16,20 +16,23 @@ from simpart.partition import clonable_ops
 from simpart.placement import Sharding
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
-from simpart.schedule import SCHEDULES, Schedule
+from simpart.schedule import LOOPED, SCHEDULES, Schedule, placement, read_schedule
 from simpart.sharding.combine import Degrees, shard
 
-__all__ = ["RECOMPUTE", "Configuration", "configure", "equal_layers", "layer_calls", "recompute_regions"]
+__all__ = ["RECOMPUTE", "ZERO_BUBBLE", "Configuration", "configure", "equal_layers", "layer_calls", "recompute_regions"]
 
 Ints = npt.NDArray[np.int64]
 RECOMPUTE = ("none", "full")
+ZERO_BUBBLE = "zero-bubble"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
     """Parallel degrees as launch scripts state them. `dp` None takes the devices that the others leave; `micro_batch`
     is per replica. `sp` splits along the sequence what lies between tensor-parallel products; `vocab_parallel` None
-    splits vocabularies where tp divides them; `ep` and `cp` split experts and sequences on axes of their own."""
+    splits vocabularies where tp divides them; `ep` and `cp` split experts and sequences on axes of their own.
+    `schedule` is a name, `zero-bubble` (an order made from the plan's own times within its devices' memory) or a .csv
+    file of rows; `virtual_stages` are those of a group where the schedule goes round several times."""
 
     pp: int = 1
     dp: int | None = None
@@ -42,14 +45,17 @@ class Configuration:
     vocab_parallel: bool | None = None
     ep: int = 1
     cp: int = 1
+    virtual_stages: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("pp", "dp", "tp", "ep", "cp", "micro_batch"):
+        for name in ("pp", "dp", "tp", "ep", "cp", "micro_batch", "virtual_stages"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UserError(f"{name.replace('_', '-')} must be at least 1, got {value}")
-        if self.schedule not in SCHEDULES:
-            raise UnknownNameError("schedule", self.schedule, SCHEDULES)
+        if self.schedule not in (*SCHEDULES, ZERO_BUBBLE) and not self.schedule.endswith(".csv"):
+            raise UnknownNameError("schedule", self.schedule, [*SCHEDULES, ZERO_BUBBLE, "FILE.csv"])
+        if self.virtual_stages is not None and self.schedule not in LOOPED:
+            raise UserError(f"virtual stages go with {', '.join(LOOPED)}, got schedule {self.schedule}; leave them out")
         if self.recompute not in RECOMPUTE:
             raise UnknownNameError("recomputation", self.recompute, RECOMPUTE)
         if not 0 <= self.zero <= 3:
@@ -94,37 +100,62 @@ def configure(problem: Problem, configuration: Configuration) -> Plan:
     graph = problem.graph.at(micro_batch)
     sharded = shard(graph, micro_batch, degrees, dp) if degrees.axes or degrees.zero else None
     name = "+".join(axis for axis, _ in degrees.axes) if sharded and sharded.sharding != Sharding() else None
-    stages = _stages(graph, pp, configuration.recompute, name)
+    schedule, homes = _schedule(configuration)
+    stages = _stages(graph, homes, configuration.recompute, name)
     width = dp * replica
     groups = tuple(
         DeviceGroup(devices=Devices.of(range(s * width, (s + 1) * width)), axes=(("dp", dp), *degrees.axes))
         for s in range(pp)
     )
-    return Plan(
+    plan = Plan(
         graph=graph.fingerprint,
         groups=groups,
         stages=stages,
         batch=Batch(micro_batches=count, sizes=((micro_batch,) * dp,) * pp),
-        schedule=Schedule(kind=configuration.schedule),
+        schedule=schedule,
         shardings=((name, sharded.sharding),) if sharded and name else (),
         state=sharded.state if sharded else (),
         mode=problem.mode,
     )
+    if configuration.schedule == ZERO_BUBBLE:
+        from simpart.scheduling import fit_schedule
+
+        return fit_schedule(problem, plan)
+    return plan
 
 
-_staged: WeakKeyDictionary[Graph, dict[tuple[int, str, str | None], tuple[Stage, ...]]] = WeakKeyDictionary()
+def _schedule(configuration: Configuration) -> tuple[Schedule, tuple[int, ...]]:
+    """The schedule and the group of each stage."""
+    kind, pp = configuration.schedule, configuration.pp
+    if kind in SCHEDULES:
+        return Schedule(kind=kind), tuple(placement(kind, pp, configuration.virtual_stages or 2))
+    if kind == ZERO_BUBBLE:
+        return Schedule(), tuple(range(pp))
+    schedule = read_schedule(kind)
+    rows = schedule.explicit
+    if len(rows) != pp:
+        raise UserError(f"schedule {kind} has {len(rows)} rows for {pp} groups; give --pp {len(rows)}")
+    home = {action.stage: g for g, row in enumerate(rows) for action in row}
+    missing = [s for s in range(max(home) + 1) if s not in home]
+    if missing:
+        raise UserError(f"schedule {kind} has no action of stage {missing[0]}; count stages from 0 without a gap")
+    return schedule, tuple(home[s] for s in range(len(home)))
 
 
-def _stages(graph: Graph, pp: int, recompute: str, sharding: str | None) -> tuple[Stage, ...]:
-    """Stages of equal layers, one per group; made once, so that plans share them."""
+_staged: WeakKeyDictionary[Graph, dict[tuple[tuple[int, ...], str, str | None], tuple[Stage, ...]]]
+_staged = WeakKeyDictionary()
+
+
+def _stages(graph: Graph, homes: tuple[int, ...], recompute: str, sharding: str | None) -> tuple[Stage, ...]:
+    """Stages of equal layers on these groups; made once, so that plans share them."""
     known = _staged.setdefault(graph, {})
-    key = (pp, recompute, sharding)
+    key = (homes, recompute, sharding)
     if key not in known:
-        stage_of, stages = equal_layers(graph, pp), []
-        for s in range(pp):
+        stage_of, stages = equal_layers(graph, len(homes)), []
+        for s, group in enumerate(homes):
             ops = np.flatnonzero(stage_of == s)
             regions = recompute_regions(graph, ops) if recompute == "full" else ()
-            stages.append(Stage(ops=OpSet.of(graph, ops), group=s, recompute=regions, sharding=sharding))
+            stages.append(Stage(ops=OpSet.of(graph, ops), group=group, recompute=regions, sharding=sharding))
         known[key] = tuple(stages)
     return known[key]
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["FormatError", "Interrupted", "MismatchError", "UnknownNameError", "UnsupportedError", "UserError"]
+__all__ = [
+    "FormatError", "Interrupted", "MismatchError", "ScheduleError", "UnknownNameError", "UnsupportedError", "UserError",
+]  # fmt: skip
 
 
 class UserError(ValueError):
@@ -33,6 +35,14 @@ class FormatError(UserError):
 
 class MismatchError(UserError):
     """Two things that must belong together do not, such as a plan and a graph."""
+
+
+class ScheduleError(UserError):
+    """A schedule that cannot run. `grid` is a picture of it, the first action at fault marked, to be printed below."""
+
+    def __init__(self, message: str, grid: str) -> None:
+        super().__init__(message)
+        self.grid = grid
 
 
 class UnsupportedError(UserError):

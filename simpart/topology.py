@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from simpart.engines.order import Deadlock, static_order
-from simpart.errors import UserError
+from simpart.errors import ScheduleError, UserError
 from simpart.program import TaskKind, Topology
 from simpart.schedule import Action, Overlapped, Rows, Schedule, grid
 
@@ -311,9 +311,10 @@ def _deadlock_error(
         for g in range(len(actions.indptr) - 1)
     ]
     name = str(action(int(task_of[at])))
-    return UserError(
+    return ScheduleError(
         f"the schedule deadlocks: group {row} cannot run {name} (action {column}), which waits for {action(cause)}; "
-        f"move {name} behind what {action(cause)} needs. Around it:\n{grid(rows, (row, column))}"
+        f"move {name} behind what {action(cause)} needs",
+        grid(rows, (row, column)),
     )
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from simpart.engines import compiled
 from simpart.engines.simpy_engine import simulate_events
-from simpart.errors import UserError
+from simpart.errors import ScheduleError, UserError
 from simpart.program import Durations
 from simpart.schedule import (
     SCHEDULES,
@@ -165,7 +165,7 @@ def test_a_split_backward_sends_its_gradient_before_the_weight_part() -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", r"(?s)group 0 cannot run 0B0 \(action 1\), which waits for 1B0.*>0B0<"),
+    [("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1", r"group 0 cannot run 0B0 \(action 1\), which waits for 1B0"),
      ("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1", None), ("0B0,0F0\n1F0,1B0", "0B0 in row 0 comes before 0F0"),
      ("0F0,0F1,0B0\n1F0,1F1,1B0,1B1", "stage 0 must run the backward of micro-batch 1"),
      ("0F0,0B0", "stage 1 has no action")],
@@ -175,8 +175,9 @@ def test_impossible_schedules_are_refused(text: str, message: str | None) -> Non
     if message is None:
         assert makespan(rows, [1, 1], [2, 2])[0] > 0
     else:
-        with pytest.raises(UserError, match=message):
+        with pytest.raises(UserError, match=message) as caught:
             makespan(rows, [1, 1], [2, 2])
+        assert "deadlocks" not in str(caught.value) or ">0B0<" in caught.value.grid  # type: ignore[attr-defined]
 
 
 def test_a_deadlock_in_a_long_schedule_shows_where() -> None:
@@ -188,11 +189,9 @@ def test_a_deadlock_in_a_long_schedule_shows_where() -> None:
         rows[1][at],
         rows[1][at + 2],
     ]  # 1F11 needs 0F11, behind 0B7
-    with pytest.raises(
-        UserError, match=r"(?s)group 0 cannot run 0B7 \(action 18\), which waits for 1B7.*>0B7<"
-    ) as caught:
+    with pytest.raises(ScheduleError, match=r"group 0 cannot run 0B7 \(action 18\), which waits for 1B7") as caught:
         makespan(tuple(map(tuple, rows)), [1] * 4, [1] * 4)
-    assert len(str(caught.value)) < 2000
+    assert ">0B7<" in caught.value.grid and len(caught.value.grid) < 2000
 
 
 # --- all schedules ----------------------------------------------------------------------------------------------------
@@ -243,10 +242,9 @@ def test_a_placement_that_a_schedule_cannot_use_is_refused(kind: str, groups: li
      ("0F0,0F7\n1F0", "micro-batch 7 of 1"), ("0F0,0F0\n1F0", "occurs twice"), ("0B0,0F0\n1F0", "comes before 0F0")],
 )  # fmt: skip
 def test_the_first_action_at_fault_is_marked(text: str, fault: str) -> None:
-    with pytest.raises(UserError, match=fault) as caught:
+    with pytest.raises(ScheduleError, match=fault) as caught:
         Schedule(kind="explicit", explicit=parse_rows(text)).rows([0, 1], 1)
-    first, *table = str(caught.value).splitlines()
-    assert first.split()[1] in "".join(table).partition(">")[2].partition("<")[0]
+    assert f">{str(caught.value).split()[1]}<" in caught.value.grid
 
 
 # --- zero bubble ------------------------------------------------------------------------------------------------------

@@ -62,7 +62,17 @@ def configuration_options() -> Callable[[F], F]:
         click.option(
             "--micro-batch", type=int, default=None, help="Samples per replica and micro-batch.  [default: 1]"
         ),
-        click.option("--schedule", default="1f1b", show_default=True, help=f"One of {', '.join(SCHEDULES)}."),
+        click.option(
+            "--schedule",
+            default="1f1b",
+            show_default=True,
+            metavar="NAME|FILE.csv",
+            help=f"One of {', '.join(SCHEDULES)}, zero-bubble (made for the plan's times), or a file with a row of "
+            "actions per group.",
+        ),
+        click.option(
+            "--virtual-stages", type=int, default=None, help="Stages per group of interleaved schedules.  [default: 2]"
+        ),
         click.option("--recompute", default="none", show_default=True, help=f"One of {', '.join(RECOMPUTE)}."),
     )
 
@@ -70,6 +80,7 @@ def configuration_options() -> Callable[[F], F]:
 def configuration_of(options: dict[str, Any]) -> Configuration:
     names = (
         "pp", "dp", "tp", "sp", "vocab_parallel", "ep", "cp", "zero", "micro_batch", "schedule", "recompute",
+        "virtual_stages",
     )  # fmt: skip
     return Configuration(**{name: options[name] for name in names})
 

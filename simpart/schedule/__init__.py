@@ -12,10 +12,12 @@ from simpart.schedule._classic import gpipe, interleaved_1f1b, interleaved_zb, l
 from simpart.schedule._dual import dualpipe, dualpipev, zb_v
 from simpart.schedule._exact import ExactOrder, exact_zero_bubble
 from simpart.schedule._named import SCHEDULES, Schedule, read_schedule
+from simpart.schedule._placement import LOOPED, V_SHAPED, placement
 from simpart.schedule._zero_bubble import StageTimes, group_spans, zero_bubble
 
 __all__ = [
-    "SCHEDULES", "Action", "ActionKind", "ExactOrder", "Overlapped", "Rows", "Schedule", "StageTimes", "check_rows",
-    "dualpipe", "dualpipev", "exact_zero_bubble", "format_rows", "gpipe", "grid", "group_spans", "interleaved_1f1b",
-    "interleaved_zb", "looped_bfs", "one_f_one_b", "parse_rows", "read_schedule", "zb_v", "zero_bubble",
+    "LOOPED", "SCHEDULES", "V_SHAPED", "Action", "ActionKind", "ExactOrder", "Overlapped", "Rows", "Schedule",
+    "StageTimes", "check_rows", "dualpipe", "dualpipev", "exact_zero_bubble", "format_rows", "gpipe", "grid",
+    "group_spans", "interleaved_1f1b", "interleaved_zb", "looped_bfs", "one_f_one_b", "parse_rows", "placement",
+    "read_schedule", "zb_v", "zero_bubble",
 ]  # fmt: skip

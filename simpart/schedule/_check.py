@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from simpart.errors import UserError
+from simpart.errors import ScheduleError, UserError
 from simpart.schedule._actions import Action, Rows, grid
 
 __all__ = ["check_rows"]
@@ -13,7 +13,7 @@ _BEFORE = {"B": "F", "I": "F", "W": "I"}
 
 
 def check_rows(rows: Rows, group_of_stage: Sequence[int], micro_batches: int) -> None:
-    """Raise UserError, with the grid around the first action at fault, unless every stage runs each micro-batch's
+    """Raise ScheduleError, with the grid around the first action at fault, unless every stage runs each micro-batch's
     forward once, and after it its backward (B, or I then W), in its own group's row."""
     groups = max(group_of_stage) + 1
     if len(rows) != groups:
@@ -35,7 +35,7 @@ def check_rows(rows: Rows, group_of_stage: Sequence[int], micro_batches: int) ->
             elif needed and needed not in seen:
                 fault = f"in row {g} comes before {needed}; move it behind"
             if fault:
-                raise UserError(f"action {action} {fault}. Around it:\n{grid(rows, (g, c))}")
+                raise ScheduleError(f"action {action} {fault}", grid(rows, (g, c)))
             seen.add(action)
     for stage, g in enumerate(group_of_stage):
         for m in range(micro_batches):
@@ -44,7 +44,7 @@ def check_rows(rows: Rows, group_of_stage: Sequence[int], micro_batches: int) ->
                 missing = "the backward" if forward else "the forward"
                 once = "once, as B or as I and W" if forward else "once"
                 last = max((c for c, a in enumerate(rows[g]) if a.stage == stage), default=0)
-                raise UserError(
-                    f"stage {stage} must run {missing} of micro-batch {m} {once}; add it to row {g}. "
-                    f"Around the stage's last action:\n{grid(rows, (g, last))}"
+                raise ScheduleError(
+                    f"stage {stage} must run {missing} of micro-batch {m} {once}; add it to row {g}",
+                    grid(rows, (g, last)),
                 )

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 
 from simpart.errors import UnsupportedError
 
-__all__ = ["loops", "one_each", "v_shape"]
+__all__ = ["LOOPED", "V_SHAPED", "loops", "one_each", "placement", "v_shape"]
+
+V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipev")
+LOOPED = ("interleaved-1f1b", "interleaved-zb", "looped-bfs")
+
+
+def placement(kind: str, groups: int, depth: int = 2) -> list[int]:
+    """Groups of the stages as a named schedule wants them: one each, down and back up, or round `depth` times."""
+    once = list(range(groups))
+    if kind in V_SHAPED:
+        return once + once[::-1]
+    return once * depth if kind in LOOPED else once
 
 
 def one_each(kind: str, group_of_stage: Sequence[int]) -> None:

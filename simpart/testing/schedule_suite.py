@@ -9,13 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from simpart.schedule import SCHEDULES, Action, Rows, Schedule, check_rows
+from simpart.schedule import LOOPED, SCHEDULES, V_SHAPED, Action, Rows, Schedule, check_rows, placement
 from simpart.simulation import chain_times
 
 __all__ = ["ScheduleCase", "check_schedule", "held", "placement", "schedule_cases"]
-
-V_SHAPED = ("zb-v", "v-half", "v-min", "dualpipev")
-LOOPED = ("interleaved-1f1b", "interleaved-zb", "looped-bfs")
 
 
 class ScheduleCase(NamedTuple):
@@ -25,14 +22,6 @@ class ScheduleCase(NamedTuple):
     groups: int
     depth: int
     micro_batches: int
-
-
-def placement(kind: str, groups: int, depth: int = 2) -> list[int]:
-    """Groups of the stages as the schedule wants them: one each, down and back up, or round `depth` times."""
-    once = list(range(groups))
-    if kind in V_SHAPED:
-        return once + once[::-1]
-    return once * depth if kind in LOOPED else once
 
 
 def schedule_cases() -> Iterator[ScheduleCase]:
