@@ -55,7 +55,7 @@ def test_the_bytes_of_each_kind_are_those_of_textbooks() -> None:
     kinds = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
     found = situation_of([Collective(kind, size, ranks) for kind in kinds], cluster)  # type: ignore[arg-type]
     assert np.allclose(found.local_s * 300e9 / size, [2 * 7 / 8, 7 / 8, 7 / 8, 7 / 8, 1])
-    both = situation_of([Collective(kind, size, tuple(range(16))) for kind in ("all_reduce", "all_to_all")], cluster)  # type: ignore[arg-type]
+    both = situation_of([Collective(kind, size, tuple(range(16))) for kind in ("all_reduce", "all_to_all")], cluster)
     assert np.allclose(
         both.network_s * 25e9 / size, [1 / 8, 8 / 16]
     )  # halves meet over eight cards; half of all goes there

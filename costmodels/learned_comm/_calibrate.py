@@ -10,6 +10,7 @@ import numpy as np
 from simpart.costmodels.learned_comm._model import PRIOR_SPREADS, REGIMES, STATUSES, Fitted, regime_of, train
 from simpart.costmodels.learned_comm._protocol import FLOOR_BYTES
 from simpart.costmodels.learned_comm._records import Records
+from simpart.costmodels.learned_comm._rules import superseded
 from simpart.costmodels.learned_comm._situation import KINDS
 
 __all__ = ["calibrated", "fit", "size_fold", "with_floors"]
@@ -21,7 +22,13 @@ Progress = Callable[[str], None]
 _Z90 = 1.6449
 _LEAST_SHARE = 0.8  # of the prior's spread: few devices were seen
 _FEWEST = 5
-_WORST_SHARE = {"seen": 0.0, "device": 0.5, "floor": 0.5, "new": 0.5}  # how near the worst device a spread is, else 1
+_WORST_SHARE = {
+    "seen": 0.0,
+    "seen_bus": 0.0,
+    "device": 0.5,
+    "floor": 0.5,
+    "new": 0.5,
+}  # how near the worst device a spread is, else 1
 _FOLDS = 5
 
 
@@ -68,9 +75,10 @@ def calibrated(model: Fitted, records: Records, progress: Progress = lambda text
     for device in dict.fromkeys(records.device.tolist()):
         mine = records.device == device
         judge(f"without {device}", records.at(~mine), records.at(mine & ~multi), systems=False)
-    for system in dict.fromkeys(records.system[multi].tolist()):
+    current = multi & ~superseded(records)
+    for system in dict.fromkeys(records.system[current].tolist()):
         mine = records.system == system
-        judge(f"without {system}", records.at(~mine), records.at(mine & multi), systems=True)
+        judge(f"without {system}", records.at(~mine), records.at(mine & current), systems=True)
     sources = records.source
     for source in dict.fromkeys(sources.tolist()):
         known = np.isin(records.device.astype(str), sorted(set(records.device[sources != source].tolist())))

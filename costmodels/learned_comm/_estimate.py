@@ -36,44 +36,54 @@ class LearnedComm:
         """Seconds of each collective; a group of one rank takes none."""
         rows = table.collectives
         model = shipped() if self.model is None else self.model
-        plain = self.processors.estimate(table, cluster)
         count = len(rows)
-        mean, shared, own = np.zeros(count), plain.shared_log_sd.copy(), plain.own_log_sd.copy()
-        provenance = plain.provenance.copy()
-        families: dict[str, int] = {}
+        mean, shared, own = np.zeros(count), np.zeros(count), np.zeros(count)
+        provenance = np.full(count, PROVENANCES.index("analytic"), dtype=np.int64)
+        families: dict[tuple[str, str], int] = {}
         family = np.zeros(count, dtype=np.int64)
-        devices: dict[tuple[int, ...], str | None] = {}
-        chosen = []
+        places: dict[tuple[int, ...], tuple[str | None, str]] = {}
+        chosen: list[int] = []
+        plain: list[int] = []
         for i, row in enumerate(rows):
-            if row.ranks not in devices:
-                devices[row.ranks] = _device(row, cluster) if len(row.ranks) > 1 else None
-            level = plain.families[plain.family[i]]
-            family[i] = families.setdefault(f"{row.kind} on {level}", len(families))
-            if devices[row.ranks] is not None:
-                chosen.append(i)
-            else:
-                mean[i] = plain.mean_s[i]
+            place = places.get(row.ranks)
+            if place is None:
+                place = places[row.ranks] = _place(row, cluster)
+            family[i] = families.setdefault((row.kind, place[1]), len(families))
+            if len(row.ranks) > 1:
+                (plain if place[0] is None else chosen).append(i)
+        if plain:
+            at = np.array(plain, dtype=np.int64)
+            known = self.processors.estimate(CollectiveTable(tuple(rows[i] for i in plain)), cluster)
+            mean[at], shared[at], own[at] = known.mean_s, known.shared_log_sd, known.own_log_sd
         if chosen:
             at = np.array(chosen, dtype=np.int64)
             situation = situation_of([rows[i] for i in chosen], cluster)
-            found = model.predict(situation, [devices[rows[i].ranks] or "" for i in chosen])
+            found = model.predict(situation, [places[rows[i].ranks][0] or "" for i in chosen])
             mean[at] = np.exp(found.log_seconds)
             index, groups = group_names(situation)
             measured = np.array([name in model.domain for name in groups], dtype=bool)[index]
             analogy = np.where(situation.hosts > 1, situation.kind != _MEASURED_BETWEEN_HOSTS, ~measured)
             shared[at] = np.hypot(found.shared, _UNMEASURED_SHARED * analogy)
             own[at] = np.hypot(found.own, _UNMEASURED_OWN * analogy)
-            seen = (found.status == STATUSES.index("seen")) & found.inside
-            names = np.where(analogy, "analytic", np.where(seen, "interpolated", "extrapolated"))
-            provenance[at] = [PROVENANCES.index(str(name)) for name in names]
+            seen = np.isin(found.status, [STATUSES.index("seen"), STATUSES.index("seen_bus")]) & found.inside
+            words = np.where(analogy, "analytic", np.where(seen, "interpolated", "extrapolated"))
+            provenance[at] = [PROVENANCES.index(str(name)) for name in words]
+        names = tuple(f"{kind} on {level}" for kind, level in families) or ("none",)
         return Estimate(
-            mean_s=mean, family=family, families=tuple(families) or ("none",), shared_log_sd=shared, own_log_sd=own,
+            mean_s=mean, family=family, families=names, shared_log_sd=shared, own_log_sd=own,
             provenance=provenance,
         )  # fmt: skip
 
 
+def _place(row: Collective, cluster: Cluster) -> tuple[str | None, str]:
+    """Which device's measured systems speak for a group (empty when none does, None among processors), and the level
+    that joins it."""
+    if len(row.ranks) < 2:
+        return None, "none"
+    return _device(row, cluster), cluster.level_of(row.ranks).name
+
+
 def _device(row: Collective, cluster: Cluster) -> str | None:
-    """Which device's measured systems speak for a group: empty when none does, None among processors."""
     first = min(row.ranks)
     kinds = {cluster.device(rank) for rank in row.ranks} if len(cluster.kinds) > 1 else {cluster.kinds[0]}
     if any(device.kind == "cpu" for device in kinds):

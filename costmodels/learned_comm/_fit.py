@@ -15,6 +15,7 @@ from simpart.costmodels.learned_comm._situation import KINDS, Situation
 __all__ = ["DEPARTURES", "centres", "fit_shared", "fit_system"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Names = np.ndarray[tuple[int], np.dtype[np.object_]]
 
 _FLOOR_SD = 0.35  # of systems' latency factors: systems never measured differ by 40 to 50 %
 _ITERATIONS = 20
@@ -47,8 +48,17 @@ def fit_shared(records: Records) -> tuple[Constants, dict[str, float], dict[str,
             _fit(records.at(rows), _unique(group[rows]), constants, floors, between, free=free)
     message = records.situation.kind == KINDS.index("p2p")
     _fit_network(records.at(~single & ~message), constants, floors, between)
+    _once_measured(constants, group[single], records.system[single])
     _by_analogy(constants, set(group[single].tolist()))
     return constants, floors, between
+
+
+def _once_measured(constants: dict[str, dict[str, float]], group: Names, system: Names) -> None:
+    """Outside NVLink switches hosts are unlike: what one system alone says counts half, the prior's centre the rest."""
+    for name in _unique(group):
+        if not name.startswith("nvlink/") and len(set(system[group == name].tolist())) == 1:
+            for constant, (centre, _) in PRIORS[name].items():
+                constants[name][constant] = float(np.sqrt(constants[name][constant] * centre))
 
 
 def _by_analogy(constants: dict[str, dict[str, float]], measured: set[str]) -> None:
@@ -157,5 +167,5 @@ def _weights(records: Records) -> Floats:
     return 1.0 / np.sqrt(counts[inverse])
 
 
-def _unique(values: np.ndarray[tuple[int], np.dtype[np.object_]]) -> list[str]:
+def _unique(values: Names) -> list[str]:
     return list(dict.fromkeys(values.tolist()))

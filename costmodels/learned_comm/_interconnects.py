@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-__all__ = ["FABRICS", "Fabric", "Interconnect", "interconnect_of", "nvlink_of"]
+__all__ = ["FABRICS", "Fabric", "Interconnect", "interconnect_of", "nvlink_of", "through_host"]
 
 Fabric = Literal["nvlink", "mesh", "pcie", "staged"]
 FABRICS: tuple[Fabric, ...] = ("nvlink", "mesh", "pcie", "staged")
@@ -87,8 +87,7 @@ def interconnect_of(words: str, device: str) -> Interconnect | None:
             pairs=pairs, bridge_bytes_per_s=bridge if pairs else None, **network,
         )  # fmt: skip
     if pcie and bridge:
-        # Boards for graphics have no access to one another's memory; the accelerators among PCIe boards do.
-        staged = family.startswith(("L4", "RTX", "T4"))
+        staged = through_host(device)
         return Interconnect(fabric="staged" if staged else "pcie", bytes_per_s=bridge, **network)
     return None
 
@@ -96,6 +95,11 @@ def interconnect_of(words: str, device: str) -> Interconnect | None:
 def nvlink_of(device: str) -> float | None:
     """NVLink of a device in one direction, bytes/s; None without."""
     return _NVLINK.get(device.partition("-")[0])
+
+
+def through_host(device: str) -> bool:
+    """Boards for graphics have no access to one another's memory; the accelerators among PCIe boards do."""
+    return device.startswith(("L4", "RTX", "T4"))
 
 
 def _network(text: str) -> float | None:

@@ -4,6 +4,7 @@ A *system* is a device with its links in the host that it was measured in. How a
 what is used for it and how wide its interval is:
 
     seen       this system was measured: its own constants, and what its measurements leave of them, between sizes
+    seen_bus   the same on PCI Express
     device     another system of the same device and links was
     floor      a device never measured, but somebody timed the smallest all-reduce of two
     new        a device never measured: its latency is that of the average system
@@ -30,10 +31,13 @@ Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Mask = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
-STATUSES = ("seen", "device", "floor", "new", "network", "mesh", "bus")
+STATUSES = ("seen", "seen_bus", "device", "floor", "new", "network", "mesh", "bus")
 REGIMES = ("latency", "middle", "bandwidth")
 _REGIME_BYTES = (65536.0, 4.0 * 2**20)
+_REGIME_BYTES_BETWEEN_HOSTS = (1e6, 64e6)
 _BINS_PER_OCTAVE = 2.0
+_MANY_OCTAVES, _SEVERAL = 18.0, 3
+_OUTSIDE = 1.7  # by how much the own spread is larger at sizes and ranks never measured
 _LEAST_FLOOR, _MOST_FLOOR = 0.05, 50.0
 
 Spreads = Mapping[str, Mapping[str, tuple[float, float]]]
@@ -41,6 +45,7 @@ Spreads = Mapping[str, Mapping[str, tuple[float, float]]]
 
 PRIOR_SPREADS: Spreads = {
     "seen": dict.fromkeys(REGIMES, (0.04, 0.06)),
+    "seen_bus": dict.fromkeys(REGIMES, (0.06, 0.10)),
     "device": {"latency": (0.25, 0.10), "middle": (0.2, 0.12), "bandwidth": (0.06, 0.06)},
     "floor": {"latency": (0.08, 0.08), "middle": (0.10, 0.12), "bandwidth": (0.08, 0.08)},
     "new": {"latency": (0.30, 0.08), "middle": (0.25, 0.12), "bandwidth": (0.09, 0.08)},
@@ -102,9 +107,9 @@ class Fitted:
     facts: Mapping[str, object] = field(default_factory=dict)
 
     def system_of(self, device: str, fabric: int, group: str) -> System | None:
-        """The best known system of a device for a group: that whose curves span most sizes, then with most rows."""
+        """The best known system of a device for a group: with curves over many sizes, for several numbers of ranks."""
         alike = [s for s in self.systems.values() if s.device == device and s.fabric == fabric]
-        return max(alike, key=lambda s: (round(_octaves(s.curves.get(group, {}))), s.rows), default=None)
+        return max(alike, key=lambda s: (round(_breadth(s.curves.get(group, {}))), s.rows), default=None)
 
     def predict(self, situation: Situation, devices: Sequence[str], names: Sequence[str] | None = None) -> Prediction:
         """Rows on devices by name; `names` says which system each row is from, where known."""
@@ -112,12 +117,9 @@ class Fitted:
         index, groups = group_names(situation)
         logs, inside = np.zeros(n), np.ones(n, dtype=bool)
         status = np.zeros(n, dtype=np.int64)
-        keys = [
-            (devices[i], int(situation.fabric[i]), int(index[i]), float(situation.hosts[i]), names[i] if names else "")
-            for i in range(n)
-        ]
+        columns = (devices, situation.fabric.tolist(), index.tolist(), situation.hosts.tolist(), names or [""] * n)
         rows_of: dict[tuple[str, int, int, float, str], list[int]] = {}
-        for i, key in enumerate(keys):
+        for i, key in enumerate(zip(*columns, strict=True)):
             rows_of.setdefault(key, []).append(i)
         for (device, fabric, number, hosts, name), found in rows_of.items():
             rows = np.array(found, dtype=np.int64)
@@ -126,12 +128,15 @@ class Fitted:
             logs[rows] = self._log_seconds(at, system, group, hosts)
             status[rows] = _status(at, system, name, group, hosts)
             low, high, least, most = self.domain.get(group, (np.inf, 0.0, np.inf, 0.0))
-            inside[rows] = (at.bytes >= low) & (at.bytes <= high) & (at.local >= least) & (at.local <= most)
+            if system is not None:
+                known = [float(local) for local in system.curves.get(curve_name(group, hosts), {})]
+                inside[rows] &= np.isin(at.local, known) | (not known)
+            inside[rows] &= (at.bytes >= low) & (at.bytes <= high) & (at.local >= least) & (at.local <= most)
         table = np.array([[[self.spreads[s + f][r] for r in REGIMES] for s in STATUSES] for f in ("", " fused")])
         spread = table[(situation.software > 0).astype(np.int64), status, regime_of(situation)]
         return Prediction(
             log_seconds=np.maximum(logs, np.log(np.maximum(situation.bound_s(), 1e-12))),
-            shared=spread[:, 0], own=spread[:, 1] * np.where(inside, 1.0, 1.4), status=status, inside=inside,
+            shared=spread[:, 0], own=spread[:, 1] * np.where(inside, 1.0, _OUTSIDE), status=status, inside=inside,
         )  # fmt: skip
 
     def _log_seconds(self, at: Situation, system: System | None, group: str, hosts: float) -> Floats:
@@ -157,8 +162,9 @@ class Fitted:
         return floor, between
 
 
-def _octaves(curves: Mapping[int, Curve]) -> float:
-    return max((curve.log2_bytes[-1] - curve.log2_bytes[0] + 1 for curve in curves.values()), default=0.0)
+def _breadth(curves: Mapping[int, Curve]) -> float:
+    spans = [curve.log2_bytes[-1] - curve.log2_bytes[0] for curve in curves.values()]
+    return min(max(spans, default=0.0), _MANY_OCTAVES) * min(len(spans), _SEVERAL)
 
 
 def _scaled(constants: Constants, at: Situation, measured_s: Floats, *, hosts: float) -> Floats:
@@ -179,7 +185,7 @@ def _status(at: Situation, system: System | None, name: str, group: str, hosts: 
     )
     measured = system is not None and curve_name(group, hosts) in system.curves
     if measured and system is not None and name in ("", system.name):
-        return np.full(len(at), STATUSES.index("seen"))
+        return np.full(len(at), STATUSES.index("seen_bus" if group.startswith("bus/") else "seen"))
     if hosts > 1:
         return np.full(len(at), STATUSES.index("network"))
     if system is not None:
@@ -192,8 +198,9 @@ def _status(at: Situation, system: System | None, name: str, group: str, hosts: 
 
 def regime_of(situation: Situation) -> Ints:
     """Which of REGIMES a row belongs to, by its bytes."""
-    found: Ints = np.searchsorted(np.array(_REGIME_BYTES), situation.bytes, side="right").astype(np.int64)
-    return found
+    inside = np.searchsorted(np.array(_REGIME_BYTES), situation.bytes, side="right")
+    between = np.searchsorted(np.array(_REGIME_BYTES_BETWEEN_HOSTS), situation.bytes, side="right")
+    return np.where(situation.hosts > 1, between, inside).astype(np.int64)
 
 
 def curve_name(group: str, hosts: float) -> str:

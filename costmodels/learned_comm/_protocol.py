@@ -40,7 +40,10 @@ _NVLINK: Priors = {
     "start": (6.6e-6, 0.15), "step": (0.6e-6, 0.6), "low": (0.25, 0.4), "pipe": (15e-6, 0.5), "bulk": (0.80, 0.15),
     "ramp": (0.3, 0.7),
 }  # fmt: skip
-_BUS: Priors = {**_NVLINK, "ramp": (0.3, 0.4), "step": (1.0e-6, 0.6), "low": (0.5, 0.4), "crowd": (1.0, 0.5)}
+_BUS: Priors = {
+    **_NVLINK, "step": (1.0e-6, 0.6), "low": (0.5, 0.4), "pipe": (15e-6, 0.3), "bulk": (0.80, 0.05), "ramp": (0.3, 0.2),
+    "crowd": (1.0, 0.5),
+}  # fmt: skip
 _SWITCH: Priors = {"pipe_switch": (20e-6, 0.5), "switch": (0.65, 0.2)}
 _FUSED: Priors = {"start": (4e-6, 0.5), "step": (0.1e-6, 0.8), "low": (0.7, 0.4)}
 # Between hosts: NCCL's table for sixteen ranks on two hosts, tree, low latency: 2 (7 · 0.6 · 1.8 + 5) us.

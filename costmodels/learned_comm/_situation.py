@@ -14,7 +14,7 @@ import numpy as np
 
 from simpart.cost import Collective
 from simpart.costmodels.alpha_beta import Hop, path_of
-from simpart.costmodels.learned_comm._interconnects import FABRICS
+from simpart.costmodels.learned_comm._interconnects import FABRICS, through_host
 from simpart.hardware import Cluster, LinkLevel
 
 __all__ = [
@@ -98,21 +98,25 @@ def volume(kind: str, members: float) -> float:
 def situation_of(collectives: Sequence[Collective], cluster: Cluster) -> Situation:
     """Collectives of at least two ranks on a cluster."""
     levels = {level.name: level for level in cluster.levels}
-    columns = np.zeros((len(Situation.__dataclass_fields__), len(collectives)))
-    known: dict[Any, tuple[Any, ...]] = {}
+    known: dict[Any, int] = {}
+    shapes: list[tuple[Any, ...]] = []
+    index = np.zeros(len(collectives), dtype=np.int64)
     for i, row in enumerate(collectives):
         key = (row.kind, row.ranks, row.concurrent, row.dtype in SWITCH_DTYPES)
-        if key not in known:
-            known[key] = _shape(row, cluster, levels)
-        fabric, local, hosts, local_s, switch_s, network_s, inside, between, latency = known[key]
-        columns[:, i] = (
-            KINDS.index(row.kind), fabric, 0, row.bytes, local, hosts, local_s * row.bytes,
-            switch_s * row.bytes if row.bytes else switch_s, network_s * row.bytes, inside, between, latency,
-        )  # fmt: skip
-    names = list(Situation.__dataclass_fields__)
-    values: dict[str, Any] = dict(zip(names, columns, strict=True))
-    values.update({name: values[name].astype(np.int64) for name in ("kind", "fabric", "software")})
-    return Situation(**values)
+        place = known.get(key)
+        if place is None:
+            place = known[key] = len(shapes)
+            shapes.append((KINDS.index(row.kind), *_shape(row, cluster, levels)))
+        index[i] = place
+    table = np.array(shapes, dtype=np.float64).reshape(len(shapes), 10)[index]
+    size = np.array([row.bytes for row in collectives], dtype=np.float64)
+    kind, fabric, local, hosts, local_s, switch_s, network_s, inside_s, between_s, latency_s = table.T
+    return Situation(
+        kind=kind.astype(np.int64), fabric=fabric.astype(np.int64), software=np.zeros(len(size), dtype=np.int64),
+        bytes=size, local=local, hosts=hosts, local_s=local_s * size,
+        switch_s=switch_s * np.maximum(size, 1.0), network_s=network_s * size,
+        inside_s=inside_s, between_s=between_s, network_latency_s=latency_s,
+    )  # fmt: skip
 
 
 def _shape(row: Collective, cluster: Cluster, levels: dict[str, LinkLevel]) -> tuple[Any, ...]:
@@ -130,10 +134,11 @@ def _shape(row: Collective, cluster: Cluster, levels: dict[str, LinkLevel]) -> t
         hosts *= hop.members
     local_s, switch_s, fabric, floor = 0.0, np.inf, 0, np.nan
     if inside:
-        slow = min(inside, key=lambda hop: _rate(hop, levels, row.kind))
+        staged = through_host(cluster.device(min(row.ranks)).name)
+        slow = min(inside, key=lambda hop: _rate(hop, levels, row.kind, staged))
         level = levels[slow.level]
-        fabric, floor = FABRICS.index(_fabric(level)), _floor(level)
-        rate = _rate(slow, levels, row.kind)
+        fabric, floor = FABRICS.index(_fabric(level, staged)), _floor(level)
+        rate = _rate(slow, levels, row.kind, staged)
         amount = volume(row.kind, local)
         if row.kind == "all_to_all":
             amount = (local - 1) / total
@@ -152,16 +157,16 @@ def _shape(row: Collective, cluster: Cluster, levels: dict[str, LinkLevel]) -> t
     return fabric, local, hosts, local_s, switch_s, network_s, floor, network_floor, latency
 
 
-def _rate(hop: Hop, levels: dict[str, LinkLevel], kind: str) -> float:
-    """Bytes/s of one device; a bus shared by all members counts as a link of each, its contention is the model's."""
-    level = levels[hop.level]
+def _rate(hop: Hop, levels: dict[str, LinkLevel], kind: str, staged: bool) -> float:
+    """Bytes/s of one device. Through host memory a bus counts as a link of each: how they contend is the model's."""
     rate = hop.pair_bytes_per_s if kind == "p2p" else hop.bytes_per_s
-    return rate * (1 if kind == "p2p" else hop.members * hop.inside) if level.kind == "shared" else rate
+    alone = kind == "p2p" or not staged or levels[hop.level].kind != "shared"
+    return rate if alone else rate * hop.members * hop.inside
 
 
-def _fabric(level: LinkLevel) -> str:
+def _fabric(level: LinkLevel, staged: bool) -> str:
     if level.kind == "shared":
-        return "staged"
+        return "staged" if staged else "pcie"
     if "pci" in level.name.lower() or level.bytes_per_s < _HOST_BUS_BYTES_PER_S:
         return "pcie"
     return "mesh" if level.kind == "mesh" else "nvlink"
