@@ -128,7 +128,5 @@ def _lines(answers: queue.Queue[tuple[int, str]], workers: Sequence[subprocess.P
         except queue.Empty:
             raise UserError(f"processes that measure links said nothing for {patience_s:.0f} s; try again") from None
         if not line:
-            raise UserError(
-                f"process {rank} that measures links {how_ended(workers[rank])}; try again"
-            )
+            raise UserError(f"process {rank} that measures links {how_ended(workers[rank])}; try again")
         yield line
