@@ -79,6 +79,7 @@ class Device:
         object.__setattr__(self, "peak_flops_per_s", rates)
         object.__setattr__(self, "sources", tuple(sorted(self.sources)))
         what = f"device {self.name!r}"
+        _named(what, self.name)
         if self.kind not in get_args(DeviceKind):
             raise UserError(f"{what}: kind must be gpu or cpu, got {self.kind!r}")
         for dtype, rate in rates:
@@ -147,6 +148,9 @@ class LinkLevel:
     def __post_init__(self) -> None:
         object.__setattr__(self, "sources", tuple(sorted(self.sources)))
         what = f"link level {self.name!r}"
+        _named(what, self.name)
+        if self.only is not None:
+            _named(f"{what}: only", self.only)
         if self.kind not in get_args(LinkKind):
             raise UserError(f"{what}: kind must be switch, mesh or shared, got {self.kind!r}")
         _count(what, "size", self.size)
@@ -406,6 +410,11 @@ def _check_keys(what: str, data: Any, *, required: Iterable[str], known: Iterabl
     for key in required:
         if key not in data:
             raise FormatError(f"{what}: key {key!r} is missing")
+
+
+def _named(what: str, name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise UserError(f"{what}: a name must be text, got {name!r}")
 
 
 def _positive(what: str, name: str, value: object) -> None:

@@ -27,6 +27,7 @@ from simpart.cli import main
 MODEL = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=512"
 PREDICTED = {
     "step_s", "interval_s", "samples_per_s", "tokens_per_s", "mfu", "peak_bytes", "memory", "limits", "provenance",
+    "gains", "contention_s",
 }  # fmt: skip
 
 
