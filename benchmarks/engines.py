@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from simpart.engines.compiled import makespans, peaks, times
-from simpart.engines.levels import peak_bytes
+from simpart.engines.levels import highest, levels_of
 from simpart.engines.simpy_engine import simulate_events
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas
 from simpart.schedule import Schedule
@@ -61,7 +61,9 @@ def measure(stages: int, micro_batches: int, transfers: str, repeats: int) -> di
     single = cpu_seconds(lambda: times(topology, durations), repeats)
     swept = cpu_seconds(lambda: (times(topology, durations), peaks(topology, memory)), repeats)
     batch = cpu_seconds(lambda: makespans(topology, many, lags), repeats)
-    both = cpu_seconds(lambda: (makespans(topology, many, lags), peak_bytes(topology, [memory] * PLANS)), repeats)
+    levels = levels_of(topology)
+    sums = [np.tile(table.sum(axis=1)[:, None], PLANS) for table in (static, static, start, end, within)]
+    both = cpu_seconds(lambda: (makespans(topology, many, lags), highest(levels, *sums)), repeats)
     events = cpu_seconds(lambda: simulate_events(topology, durations), 1 if actions > 10_000 else repeats)
     return {
         "stages": stages,

@@ -21,7 +21,7 @@ import numpy as np
 from simpart.costmodels.learned._adapters import read_measurements
 from simpart.costmodels.learned._evaluating import _ratio, _roofline
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Rows, op_codes, regime_of
-from simpart.costmodels.learned._measurements import Measurements, concatenate
+from simpart.costmodels.learned._measurements import Measurements
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._sheet import sheet_of
 from simpart.costmodels.learned._training import errors_on, fit_family, sheets_for, train, trainable, without_slow
@@ -74,11 +74,12 @@ def sections(ops: Path, only: Sequence[str] | None) -> Iterator[tuple[str, str]]
     if "gemm8" in wanted:
         yield "gemm8", "## fp8 products (per-tensor scales)\n" + lodo(without_slow(products["gemm8"]))
     if "attention16" in wanted:
-        table = concatenate(
-            [tables(ops / f"op_attention_{kind}_aic.parquet")["attention16"] for kind in ("fwd", "encoder")]
-        )
-        table = without_slow(table)
-        yield "attention16", "## Attention, forward, bf16, causal and full, all lengths\n" + lodo(table)
+        table = without_slow(tables(ops / "op_attention_fwd_aic.parquet")["attention16"])
+        table = table.at(table.dims["seq"] >= 64)
+        yield "attention16", "## Attention, forward, causal, bf16, from 64 tokens\n" + lodo(table)
+        full = without_slow(tables(ops / "op_attention_encoder_aic.parquet")["attention16full"])
+        full = full.at(full.dims["seq"] >= 64)
+        yield "attention16full", "## Attention, forward, full, bf16, from 64 tokens\n" + lodo(full)
     if "neusight" in wanted:
         found = tables(ops / "op_neusight.parquet")
         for family, title in (("gemm32", "linear"), ("bgemm32", "bmm"), ("memory32", "elementwise, softmax, norms")):

@@ -155,14 +155,18 @@ def build_topology(shape: Shape, actions: Actions) -> Topology:
     at = np.full((stages, 4, count), -1, dtype=INDEX)
     at[actions.stage, actions.kind, actions.micro_batch] = task_of
     forward, backward = at[:, 0], np.where(at[:, 1] >= 0, at[:, 1], at[:, 2])  # B or I gives the input's gradient
-    made = forward.copy()  # what waits for a forward waits for the backward it overlaps with
-    made[actions.stage[actions.pairs], actions.micro_batch[actions.pairs]] += 1
+    made = forward
+    if actions.pairs.size:  # what waits for a forward waits for the backward it overlaps with
+        made = forward.copy()
+        made[actions.stage[actions.pairs], actions.micro_batch[actions.pairs]] += 1
+    twice = shape.schedule.kind == "dualpipe"  # elsewhere a stage is on one row
+    rows = [row_of[made[s]] if twice else np.broadcast_to(row_of[made[s, 0]], count) for s in range(stages)]
     hops = []
     for e, edge in enumerate(shape.edges):
         a, b = edge.source, edge.target
-        hops.append(_Hop(e, False, made[a].copy(), forward[b], row_of[forward[a]], row_of[forward[b]]))
+        hops.append(_Hop(e, False, made[a].copy(), forward[b], rows[a], rows[b]))
         if edge.backward:
-            hops.append(_Hop(e, True, backward[b].copy(), backward[a], row_of[backward[b]], row_of[backward[a]]))
+            hops.append(_Hop(e, True, backward[b].copy(), backward[a], rows[b], rows[a]))
     links = _links(hops, groups) if shape.transfers == "tasks" else []
     loads = [sum(part.size for _, part in link.sends) for link in links]
     size = int(group_indptr[-1]) + sum(loads)
@@ -265,7 +269,7 @@ def _links(hops: list[_Hop], groups: int) -> list[_Link]:
     found: dict[tuple[int, int], _Link] = {}
     for hop in hops:
         pair = hop.source_row * groups + hop.target_row
-        for code in pair[:1] if (pair == pair[0]).all() else np.unique(pair):
+        for code in np.unique(pair):
             source, target = divmod(int(code), groups)
             if source != target:
                 link = found.setdefault((source, target), _Link(f"link {source}>{target}", []))

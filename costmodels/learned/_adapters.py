@@ -233,7 +233,7 @@ def _read_attention(frame: pd.DataFrame) -> Iterable[Measurements]:
             "kv_heads": _number(part, "num_kv_heads") if causal else heads, "head_dim": _number(part, "head_dim"),
             "window": _number(part, "window_size", 0.0), "causal": float(causal), "in_bytes": size, "out_bytes": 2.0,
         }  # fmt: skip
-        yield _table(family, frame, rows, dims)
+        yield _table(family if causal or size < 2 else "attention16full", frame, rows, dims)
 
 
 # --- mixture of experts: num_tokens hidden_size inter_size topk num_experts moe_tp_size moe_ep_size distribution ---

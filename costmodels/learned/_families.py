@@ -35,9 +35,11 @@ __all__ = ["FAMILY_MODELS", "REGIMES", "Family", "Rows", "op_codes", "regime_of"
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Dims = Mapping[str, Floats]
 
 REGIMES = ("launch", "memory", "compute")
+_SHORTEST = 64  # queries from which attention is tiles rather than launches
 _LAUNCH_S = 5e-6  # below this roofline time a kernel's start and end decide
 
 
@@ -60,6 +62,7 @@ Analytic = Callable[[Floats, Rows], Floats]
 class Family:
     """How one family is computed. `variants` of the analytic form are fitted apart and averaged (in logs), which takes
     out luck of a fit; constant 0 is always the latency of the smallest kernel. `smallest` are the dims of such a one.
+    `core_rows` are those that the constants are fitted on, where not on all.
     """
 
     name: str
@@ -72,6 +75,7 @@ class Family:
     features: Callable[[Rows, Floats], list[Floats]]
     smallest: Mapping[str, float]
     timed_by_host: bool = False
+    core_rows: Callable[[Dims], Bools] | None = None
 
 
 def regime_of(family: Family, rows: Rows) -> Ints:
@@ -188,6 +192,7 @@ def _attention(name: str, dtype: str, in_bytes: float) -> Family:
             rows.dims, Sheet(**{**_numbers(rows.sheet), "bandwidth": np.array([np.inf])})
         ),
         features=lambda rows, analytic: attention_features(rows.dims, rows.sheet, analytic),
+        core_rows=lambda dims: dims["seq"] >= _SHORTEST,
         smallest={"batch": 1, "seq": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "window": 0, "causal": 1,
                   "in_bytes": in_bytes, "out_bytes": 2},
     )  # fmt: skip
@@ -228,6 +233,7 @@ FAMILY_MODELS: Mapping[str, Family] = {
         _product("bgemm32", "float32", 4, 4, timed_by_host=True),
         _convolution(),
         _attention("attention16", "float16", 2),
+        _attention("attention16full", "float16", 2),
         _attention("attention8", "float8", 1),
         _grouped("moe16", "float16"),
         _grouped("moe8", "float8"),

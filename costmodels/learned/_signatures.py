@@ -127,8 +127,8 @@ def _attention(signature: Signature) -> Question | None:
     size = float(DTYPE_BYTES[q.dtype])
     mean_length = float(length * k.shape[2]) ** 0.5
     dims = (float(batch), mean_length, float(heads), float(k.shape[1]), float(width), 0.0, float(causal), size, size)
-    factor, sd = _ATTENTION_BACKWARD if backward else (1.0, 0.0 if length == k.shape[2] and causal else 0.1)
-    return Question("attention16", dims, factor=factor, prior_sd=sd)
+    factor, sd = _ATTENTION_BACKWARD if backward else (1.0, 0.0 if length == k.shape[2] else 0.1)
+    return Question("attention16" if causal else "attention16full", dims, factor=factor, prior_sd=sd)
 
 
 def _convolution(signature: Signature) -> Question | None:

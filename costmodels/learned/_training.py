@@ -32,6 +32,7 @@ _LEAST_TREES, _ROWS_PER_TREE = 40, 10
 _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
 _SOFTWARE_ROWS = 20
 WEIGHTS = (0.0, 0.5, 1.0)
+_CLEARLY = 0.93
 SLOW_FLOOR_S = 10e-6
 
 
@@ -69,7 +70,8 @@ def train(
         raise UserError(f"family {table.family}: at least 30 rows are needed to fit it, got {len(table)}")
     rng = np.random.default_rng(seed)
     sheets = sheets_for(table.devices(), family)
-    few = table.at(_sample(table, _PER_DEVICE, rng))
+    core = table if family.core_rows is None else table.at(family.core_rows(table.dims))
+    few = core.at(_sample(core, _PER_DEVICE, rng))
     rows, target = rows_of(few, sheets), np.log(few.latency_s)
     bound = np.log(family.bound_s(rows))
     values = np.array(list(family.constants.values()))
@@ -252,7 +254,9 @@ def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: flo
     weight = model.weight
     if new:
         scores = {w: np.mean([np.abs(np.expm1(h.error_with(w))).mean() for h in new]) for w in WEIGHTS}
-        weight = min(WEIGHTS, key=lambda w: (scores[w], w))
+        best = min(WEIGHTS, key=lambda w: (scores[w], w))
+        if scores[best] < _CLEARLY * scores[weight]:  # few devices: what they chose by a hair says nothing
+            weight = best
     found: dict[str, dict[str, tuple[float, float]]] = {}
     errors_by_device = {}
     for device, held in held_out.items():

@@ -17,7 +17,7 @@ from simpart.engines.compiled import peaks
 from simpart.engines.result import completes_backward
 from simpart.program import MemoryDeltas, TaskKind, Topology
 
-__all__ = ["peak_bytes"]
+__all__ = ["Levels", "highest", "levels_of", "peak_bytes"]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -25,7 +25,7 @@ Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 Rows = np.ndarray[tuple[int, int], np.dtype[np.int64]]
 
 
-class _Levels(NamedTuple):
+class Levels(NamedTuple):
     """The distinct combinations of all groups, group by group from `first[g]` on. In each, stage `stage[i, j]` has
     `whole[i, j]` micro-batches before and `half[i, j]` after their input gradient."""
 
@@ -39,7 +39,7 @@ class _Levels(NamedTuple):
     stages: int
 
 
-_known: WeakKeyDictionary[Topology, _Levels] = WeakKeyDictionary()
+_known: WeakKeyDictionary[Topology, Levels] = WeakKeyDictionary()
 _asked: WeakKeyDictionary[Topology, int] = WeakKeyDictionary()
 WORTH_FINDING = 16
 """Plans from which the combinations are found sooner than all tasks are walked through."""
@@ -52,31 +52,41 @@ def peak_bytes(topology: Topology, memory: Sequence[MemoryDeltas]) -> Table:
         asked = _asked[topology] = _asked.get(topology, 0) + len(memory)
         if asked < WORTH_FINDING:
             return np.stack([peaks(topology, m).bytes for m in memory])
-        levels = _known[topology] = _find(topology)
-    start = np.stack([m.start.sum(axis=1) for m in memory], axis=1)  # classes × plans
-    end = np.stack([m.end.sum(axis=1) for m in memory], axis=1)
-    within = np.stack([m.within.sum(axis=1) for m in memory], axis=1)
+        levels = levels_of(topology)
+    tables = [[m.static for m in memory], [m.late for m in memory], [m.start for m in memory]]
+    tables += [[m.end for m in memory], [m.within for m in memory]]
+    found = highest(levels, *(np.stack(table, axis=1).sum(axis=2) for table in tables))
+    return np.stack([peaks(topology, m).bytes for m in memory]) if found is None else found
+
+
+def highest(levels: Levels, static: Table, late: Table, start: Table, end: Table, within: Table) -> Table | None:
+    """The same from sums over kinds, groups or classes × plans. None where they are of no such form."""
     of_stage = np.arange(levels.stages) * 4
     whole, kept = start[of_stage], -end[of_stage + 3]
     rest = [start[4 * levels.stages :], end[4 * levels.stages :], *(start[of_stage + k] for k in (1, 2, 3))]
-    late = np.stack([m.late.sum(axis=1) for m in memory], axis=1)
     balanced = np.array_equal(whole, -end[of_stage + 1]) and np.array_equal(whole, kept - end[of_stage + 2])
     balanced = balanced and min(whole.min(), kept.min(), late.min()) >= 0
     if not balanced or end[of_stage].any() or any(table.any() for table in rest):
-        return np.stack([peaks(topology, m).bytes for m in memory])
-    static = np.stack([m.static.sum(axis=1) for m in memory], axis=1)
+        return None
     held = static[levels.group] + levels.late[:, None] * late[levels.group]
     for j in range(levels.stage.shape[1]):
-        held += (
-            levels.whole[:, j, None] * whole[levels.stage[:, j]] + levels.half[:, j, None] * kept[levels.stage[:, j]]
-        )
+        held += levels.whole[:, j, None] * whole[levels.stage[:, j]]
+        if levels.half[:, j].any():
+            held += levels.half[:, j, None] * kept[levels.stage[:, j]]
     busy = levels.task_class >= 0
     held[busy] += within[levels.task_class[busy]]
     most: Table = np.maximum.reduceat(held, levels.first, axis=0).T
     return most
 
 
-def _find(topology: Topology) -> _Levels:
+def levels_of(topology: Topology) -> Levels:
+    """The combinations of a topology; found once."""
+    if topology not in _known:
+        _known[topology] = _find(topology)
+    return _known[topology]
+
+
+def _find(topology: Topology) -> Levels:
     stages = int(topology.stage.max(initial=-1)) + 1
     completes = completes_backward(topology)
     parts: list[tuple[int, list[int], Rows]] = []
@@ -107,7 +117,7 @@ def _find(topology: Topology) -> _Levels:
         stage_of[block, : len(mine)] = mine
         whole[block, : len(mine)], half[block, : len(mine)] = table[:, 2::2], table[:, 3::2]
     every = [table for _, _, table in parts]
-    return _Levels(
+    return Levels(
         first=first, group=np.repeat([g for g, _, _ in parts], sizes),
         task_class=np.concatenate([table[:, 0] for table in every]),
         late=np.concatenate([table[:, 1] for table in every]).astype(np.float64),

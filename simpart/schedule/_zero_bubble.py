@@ -24,6 +24,8 @@ Order = list[tuple[str, int, int]]
 """Forwards and input gradients of a group: kind, stage, micro-batch."""
 PATIENCE = (1.0, 0.5, 0.01)
 """A weight gradient is run while waiting if the wait is at least this share of it."""
+TRIED = 3
+"""Orders that are tried on all micro-batches, the best on a few first."""
 TINY = 1e-9
 
 
@@ -68,7 +70,7 @@ def zero_bubble(
     """
     groups = max(group_of_stage) + 1
     limits = [float(limit)] * groups if isinstance(limit, int | float) else [float(x) for x in limit]
-    trial = min(micro_batches, 3 * groups + 2)
+    trial = min(micro_batches, 2 * groups + 2)  # orders repeat: a short run tells good ones from others
     settings: list[tuple[float, int, tuple[_Order, float]]] = []
     best: tuple[float, _Placed] | None = None
     for order in _orders(group_of_stage, micro_batches, times, limits):
@@ -77,10 +79,16 @@ def zero_bubble(
             if placed is not None:
                 settings.append((placed.cost(objective), len(settings), (order, patience)))
     settings.sort()
-    for _, _, (order, patience) in settings[: len(settings) if trial == micro_batches else 12]:
+    tried = 0
+    for _, _, (order, patience) in settings:
         placed = _fill(order.rows(micro_batches), group_of_stage, micro_batches, times, limits, patience)
-        if placed is not None and (best is None or placed.cost(objective) < best[0] - TINY):
+        if placed is None:
+            continue
+        if best is None or placed.cost(objective) < best[0] - TINY:
             best = placed.cost(objective), placed
+        tried += 1
+        if tried == TRIED or trial == micro_batches:
+            break
     if best is None:
         raise UserError(
             f"no order of {micro_batches} micro-batches holds at most {max(limits):g} per group; raise the limit"
