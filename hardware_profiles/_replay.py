@@ -8,6 +8,7 @@ thread: on a core of its own the same as wall seconds, and deaf to strangers tha
 from __future__ import annotations
 
 import json
+import os
 import sys
 import threading
 import time
@@ -324,8 +325,12 @@ def main() -> None:
 
 
 def answer(content: dict[str, Any]) -> None:
-    sys.stdout.write(json.dumps(content) + "\n")
-    sys.stdout.flush()
+    """One line to the profiler; without one, which ended or was interrupted, there is nothing left to do."""
+    try:
+        sys.stdout.write(json.dumps(content) + "\n")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os._exit(0)
 
 
 def order(count: int, worker: int) -> Iterator[int]:
