@@ -7,6 +7,12 @@ from typing import Any
 
 import click
 
+from simpart.commands._coverage import (
+    coverage_documents,
+    coverage_options,
+    print_coverage,
+    stop_if_extrapolated,
+)
 from simpart.commands._place import PLACE
 from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
 
@@ -20,9 +26,18 @@ __all__ = ["plan"]
 @problem_options()
 @configuration_options()
 @click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
+@coverage_options()
 @click.option("--explain", is_flag=True, help="Print how every op is split and what that makes move.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
-def plan(model: str, output: Path | None, explain: bool, as_json: bool, **options: Any) -> None:
+def plan(
+    model: str,
+    output: Path | None,
+    profile_next: int | None,
+    fail_if_extrapolated: float | None,
+    explain: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Make the plan of a configuration: pp stages of equal layers on dp replicas each. MODEL is a zoo name with dims,
     package.module:factory or a .graph file."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
@@ -38,12 +53,14 @@ def plan(model: str, output: Path | None, explain: bool, as_json: bool, **option
         graph = problem.graph.at(max(made.batch.sizes[0]))
         save_plan(output, PlanFile(plan=made, training=problem.training, cluster=problem.cluster, graph=graph))
     if as_json:
-        print_document(prediction_document(made, result))
+        print_document(prediction_document(made, result, **coverage_documents(problem, made, profile_next)))
     else:
         if explain:
             from simpart.sharding.explain import explain as explained
 
             click.echo("\n".join(explained(made, problem.graph.at(max(made.batch.sizes[0])))))
         print_prediction(problem, made, result, f"plan for {problem.graph.model} on {problem.cluster.name}")
+        print_coverage(problem, made, profile_next)
         if output is not None:
             click.echo(f"written to {output}")
+    stop_if_extrapolated(result, fail_if_extrapolated)

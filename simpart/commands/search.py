@@ -7,6 +7,12 @@ from typing import Any
 
 import click
 
+from simpart.commands._coverage import (
+    coverage_documents,
+    coverage_options,
+    print_coverage,
+    stop_if_extrapolated,
+)
 from simpart.commands._place import PLACE
 from simpart.commands._problem import build_problem, parse_seconds, problem_options
 from simpart.describe import human_seconds
@@ -34,6 +40,7 @@ __all__ = ["search"]
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
 @click.option("--log", type=PLACE, default=None, help="Append every candidate to this file.")
 @click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
+@coverage_options()
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def search(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
     """Search for the plan with the shortest simulated step that fits. MODEL is a zoo name with dims,
@@ -81,18 +88,22 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
         graph = problem.graph.at(max(best.batch.sizes[0]))
         save_plan(output, PlanFile(plan=best, training=problem.training, cluster=problem.cluster, graph=graph))
     if as_json:
+        counts |= coverage_documents(problem, best, options["profile_next"])
         print_document(prediction_document(best, result, **counts))
         end(found.stopped)
+        stop_if_extrapolated(result, options["fail_if_extrapolated"])
         return
     print_prediction(
         problem, best, result, f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}"
     )
+    print_coverage(problem, best, options["profile_next"])
     for name, row in families.items():
         click.echo(f"  {name}: {row['why'] or human_seconds(row['step_s'])}")
     click.echo(f"search {found.stopped} after {human_seconds(found.wall_s)}")
     if output is not None:
         click.echo(f"written to {output}")
     end(found.stopped)
+    stop_if_extrapolated(result, options["fail_if_extrapolated"])
 
 
 def end(stopped: str) -> None:

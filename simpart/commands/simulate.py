@@ -8,6 +8,12 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from simpart.commands._coverage import (
+    coverage_documents,
+    coverage_options,
+    print_coverage,
+    stop_if_extrapolated,
+)
 from simpart.commands._place import PLACE
 from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
 from simpart.errors import UserError
@@ -26,9 +32,18 @@ __all__ = ["simulate"]
 @click.option("--trace", type=PLACE, default=None, help="Perfetto trace to write.")
 @click.option("--report", type=PLACE, default=None, help="Page (.html) or picture (.png, .svg).")
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")
+@coverage_options()
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def simulate(
-    target: str, engine: str, trace: Path | None, report: Path | None, timeline: bool, as_json: bool, **options: Any
+    target: str,
+    engine: str,
+    trace: Path | None,
+    report: Path | None,
+    timeline: bool,
+    profile_next: int | None,
+    fail_if_extrapolated: float | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Predict step time, memory and what limits them. A PLAN file needs no other option; a MODEL takes those of
     simpart plan."""
@@ -49,9 +64,11 @@ def simulate(
         words = describe(plan, problem.graph.at(max(plan.batch.sizes[0])), problem.cluster)
         save_report(report, result, title, words)
     if as_json:
-        print_document(prediction_document(plan, result))
+        print_document(prediction_document(plan, result, **coverage_documents(problem, plan, profile_next)))
+        stop_if_extrapolated(result, fail_if_extrapolated)
         return
     print_prediction(problem, plan, result, title)
+    print_coverage(problem, plan, profile_next)
     if timeline:
         from simpart.timeline import timeline as text_timeline
 
@@ -60,12 +77,16 @@ def simulate(
         click.echo(f"trace written to {trace}; open it in ui.perfetto.dev")
     if report is not None:
         click.echo(f"report written to {report}")
+    stop_if_extrapolated(result, fail_if_extrapolated)
 
 
 def refuse_options() -> None:
     """A plan file says all that a configuration would: options that would go unheard are refused."""
     context = click.get_current_context()
-    mine = ("store", "no_profiles", "engine", "trace", "report", "timeline", "as_json", "target")
+    mine = (
+        "store", "no_profiles", "engine", "trace", "report", "timeline", "profile_next", "fail_if_extrapolated",
+        "as_json", "target",
+    )  # fmt: skip
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
         if given and parameter.name not in mine:
