@@ -54,6 +54,10 @@ COMM_MODELS: Mapping[str, Callable[[Profiles], CommModel]] = {
 }
 """Name → model on a store's profiles. Each answers every row of any table, and passes the shared suite."""
 
+STEP_LOG_SD = 0.08
+"""What whole steps differed by from the sum of their parts, bias included: root mean square 6 % over the repeats of
+benchmarks/loop.py and 10 % for its worst model (docs/accuracy-loop.md)."""
+
 
 def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles: bool = True) -> Costs:
     """Models learned from published kernels and collectives for GPUs, data sheets for the rest, and in front of them
@@ -79,6 +83,7 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
         communication=MeasuredLinks(found, network) if links else network,
         step_overhead_s=overhead("step"),
         action_overhead_s=overhead("action"),
+        step_log_sd=STEP_LOG_SD,
         description=("learned kernels and collectives, data sheets" if learned else "data sheets")
         + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
     )

@@ -23,9 +23,7 @@ Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 
 R = TypeVar("R", KernelRecord, OverheadRecord)
 
-_SHARED_LOG_SD = 0.08
-"""What whole steps differ by from what their measured kernels add up to, bias included: 6 % (root mean square) over
-all repeats of benchmarks/loop.py, 10 % over those of its worst model; see docs/accuracy-loop.md."""
+_SHARED_LOG_SD = 0.03  # clocks and neighbours of another day: what a repeated profile of one machine differs by
 _QUARTILES_PER_SD = 1.349  # of a normal distribution
 
 

@@ -112,7 +112,8 @@ class Costs:
 
     `step_overhead_s` is fixed time per training step; `action_overhead_s` per pipeline action (launching a stage's
     forward or backward). `overlap_slowdown`: by which part kernels run slower while their device sends or receives
-    besides (0.1: 10 %); 0 leaves it out.
+    besides (0.1: 10 %); 0 leaves it out. `step_log_sd`: by how much whole steps differ from what right kernels and
+    collectives would add up to (software, caches, clocks under load), one factor for all plans on the same devices.
     """
 
     compute: ComputeModel
@@ -120,6 +121,7 @@ class Costs:
     step_overhead_s: float = 0.0
     action_overhead_s: float = 0.0
     overlap_slowdown: float = 0.0
+    step_log_sd: float = 0.0
     description: str = ""
 
 

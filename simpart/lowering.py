@@ -182,6 +182,7 @@ class Lowering:
             peak_flops_per_s=costed.arrangement.peak_flops_per_s,
             overhead_s=problem.costs.step_overhead_s,
             action_overhead_s=problem.costs.action_overhead_s,
+            step_log_sd=problem.costs.step_log_sd,
             reduction_axes=tuple(reduction.axis for reduction in costed.reductions),
             inside=tuple(sorted(inside.items())),
             stages_of_group=_stages_of_group(plan, costed.layout),

@@ -129,6 +129,7 @@ class StepFacts:
     peak_flops_per_s: float
     overhead_s: float
     action_overhead_s: float
+    step_log_sd: float
     reduction_axes: tuple[str, ...]
     inside: tuple[tuple[str, Floats], ...]
     stages_of_group: tuple[tuple[int, ...], ...]

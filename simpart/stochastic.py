@@ -61,7 +61,9 @@ def sample_steps(
     task_s = varied + np.maximum(durations.task_s - by_factor.sum(axis=1), 0.0)
     if disturbances is not None:
         task_s *= _slowed(program, draws, seed, disturbances)
-    return compiled.makespans(program.topology, task_s) + facts.overhead_s
+    whole = np.exp(_normal(seed, f"step {', '.join(sorted(set(facts.device_names)))}", draws) * facts.step_log_sd)
+    steps: Floats = (compiled.makespans(program.topology, task_s) + facts.overhead_s) * whole
+    return steps
 
 
 def _normal(seed: int, name: str, draws: int) -> Floats:
