@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simpart.searchers._chain import ChainStage, Floats, bottleneck_layer
+from simpart.searchers._chain import Bools, ChainStage, Floats, bottleneck_layer, choices_at
 
 __all__ = ["Bottleneck", "least_bottlenecks"]
 
@@ -27,11 +27,12 @@ def least_bottlenecks(
     most_stages: int,
     *,
     all_devices: bool = True,
+    places: Bools | None = None,
 ) -> dict[int, Bottleneck | None]:
     """Best stages for 1 … `most_stages`; None where no plan exists.
 
     `cost_of(later)` is the cost [i, j, k] of blocks [i, j) on replicas[k] devices when `later` stages follow; infinite
-    where it cannot be, also for j <= i. All devices are used, or at most that many.
+    where it cannot be, also for j <= i. All devices are used, or at most that many. `places` as in StageCosts.
     """
     first = cost_of(0)
     n = first.shape[0]
@@ -41,23 +42,30 @@ def least_bottlenecks(
     answers: dict[int, Bottleneck | None] = {}
     for count in range(1, most_stages + 1):
         costs.append(cost_of(count - 1))
-        tables.append(bottleneck_layer(costs[count], replicas, tables[-1]))
+        tables.append(bottleneck_layer(costs[count], replicas, tables[-1], places))
         totals = tables[count][0]
         used = devices if all_devices else int(np.argmin(totals))
         value = float(totals[used])
         answers[count] = (
-            None if value == np.inf else Bottleneck(stages=_trace(tables, costs, replicas, count, used), value=value)
+            None
+            if value == np.inf
+            else Bottleneck(stages=_trace(tables, costs, replicas, places, count, used), value=value)
         )
     return answers
 
 
 def _trace(
-    tables: list[Floats], costs: list[Floats], replicas: tuple[int, ...], count: int, devices: int
+    tables: list[Floats],
+    costs: list[Floats],
+    replicas: tuple[int, ...],
+    places: Bools | None,
+    count: int,
+    devices: int,
 ) -> tuple[ChainStage, ...]:
     """The first stages, by end then replicas, that keep the table's value."""
     block, stages = 0, []
     for left in range(count, 0, -1):
-        usable = [k for k, r in enumerate(replicas) if r <= devices]
+        usable = choices_at(replicas, places, devices)
         reached = np.stack(
             [np.maximum(costs[left][block, :, k], tables[left - 1][:, devices - replicas[k]]) for k in usable], axis=1
         )

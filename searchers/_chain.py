@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -26,6 +27,7 @@ __all__ = [
     "StageCosts",
     "Unplannable",
     "bottleneck_layer",
+    "choices_at",
     "later_stages_allowed",
     "plan_value_s",
     "solve_chain",
@@ -33,6 +35,7 @@ __all__ = [
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
+Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -41,7 +44,8 @@ class StageCosts:
 
     `replicas` ascend. Entries with j <= i are ignored. A stage fits when `static_bytes + in_flight * stash_bytes <
     limit_bytes` (strictly), where in_flight is the number of micro-batches (gpipe) or at most 1 + the number of later
-    stages (1f1b).
+    stages (1f1b). On unequal devices, which stages take in their order, costs depend on the place: `places[k, d]` says
+    whether choice k is for a stage that has d devices left, its own included. The last stage ends at the last device.
     """
 
     replicas: tuple[int, ...]
@@ -55,11 +59,32 @@ class StageCosts:
     micro_batches: int
     allowed: npt.NDArray[np.bool_]  # False where batch or replica rules forbid the stage
     in_flight: Literal["gpipe", "1f1b"] = "gpipe"
+    places: Bools | None = None
 
     @property
     def blocks(self) -> int:
         """Length n of the chain."""
         return int(self.forward_s.shape[0])
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The different replica counts, ascending."""
+        return tuple(dict.fromkeys(self.replicas))
+
+    def entries(self, stages: Sequence[ChainStage]) -> list[tuple[int, int, int]]:
+        """Where each stage of a plan stands in the arrays; raises ValueError for one that is not in them."""
+        left, found = sum(stage.replicas for stage in stages), []
+        for stage in stages:
+            k = self.replicas.index(stage.replicas)
+            if self.places is not None:
+                k = next(
+                    (k for k in choices_at(self.replicas, self.places, left) if self.replicas[k] == stage.replicas), -1
+                )
+                if k < 0:
+                    raise ValueError(f"no stage of {stage.replicas} devices where {left} are left")
+            found.append((stage.start, stage.end, k))
+            left -= stage.replicas
+        return found
 
     def bytes_needed(self, later_stages: int) -> Floats:
         """Device bytes of every stage when `later_stages` stages follow it."""
@@ -108,6 +133,11 @@ class Unplannable:
         return f"at best, the stage with {where} is {human_bytes(self.shortfall.bytes_over)} over the memory limit"
 
 
+def choices_at(replicas: Sequence[int], places: Bools | None, left: int) -> list[int]:
+    """Replica choices of a stage that has `left` devices left, its own included."""
+    return [k for k, r in enumerate(replicas) if r <= left and (places is None or places[k, left])]
+
+
 def later_stages_allowed(costs: StageCosts) -> Integers:
     """How many stages may follow each stage before its memory overflows; -1: it never fits, n: any number may."""
     n = costs.blocks
@@ -125,8 +155,7 @@ def later_stages_allowed(costs: StageCosts) -> Integers:
 
 def plan_value_s(costs: StageCosts, stages: tuple[ChainStage, ...]) -> float:
     """Value of a plan, computed from the plan alone."""
-    index = {r: k for k, r in enumerate(costs.replicas)}
-    picked = [(stage.start, stage.end, index[stage.replicas]) for stage in stages]
+    picked = costs.entries(stages)
     return max(float(costs.forward_s[at] + costs.transfer_s[at]) for at in picked) + max(
         float(costs.backward_s[at] + costs.transfer_s[at]) for at in picked
     )
@@ -149,10 +178,10 @@ def solve_chain(
     return {count: tables.best(count, all_devices=all_devices) for count in wanted}
 
 
-def bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats) -> Floats:
+def bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats, places: Bools | None = None) -> Floats:
     """Least possible maximum with one stage put before what `after` describes: [block, devices] -> the same.
 
-    out[i, d] = min over j, k of max(cost[i, j, k], after[j, d - replicas[k]]).
+    out[i, d] = min over j, k of max(cost[i, j, k], after[j, d - replicas[k]]); k only where `places[k, d]`.
     """
     out = np.full_like(after, np.inf)
     n = cost.shape[0]
@@ -160,6 +189,11 @@ def bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats) -> 
     # A stage must cover a block: cost[i, j <= i] is infinite, so column 0 of `after` never helps.
     for k, r in enumerate(replicas):
         if r >= width:
+            continue
+        if places is not None:
+            left = r + np.flatnonzero(places[k, r:])
+            reached = np.maximum(cost[:, 1:, k, None], after[None, 1:, left - r]).min(axis=1)
+            out[:n, left] = np.minimum(out[:n, left], reached)
             continue
         reached = np.maximum(cost[:, 1:, k, None], after[None, 1:, : width - r]).min(axis=1)
         np.minimum(out[:n, r:], reached, out=out[:n, r:])
@@ -201,8 +235,8 @@ class Tables:
                 forward, backward = np.where(fits, forward, np.inf), np.where(fits, backward, np.inf)
             self.f.append(forward)
             self.g.append(backward)
-            self.least_f.append(bottleneck_layer(forward, costs.replicas, self.least_f[-1]))
-            self.least_g.append(bottleneck_layer(backward, costs.replicas, self.least_g[-1]))
+            self.least_f.append(bottleneck_layer(forward, costs.replicas, self.least_f[-1], costs.places))
+            self.least_g.append(bottleneck_layer(backward, costs.replicas, self.least_g[-1], costs.places))
         self._excess: list[Floats] | None = None
 
     def bound_s(self, stage_count: int, *, all_devices: bool = True) -> float:
@@ -220,26 +254,26 @@ class Tables:
         stages = self._search(stage_count, starts)
         return ChainPlan(stages=stages, value_s=plan_value_s(self.costs, stages))
 
-    def ties(self, stage_count: int, value_s: float, limit: int) -> list[tuple[ChainStage, ...]]:
-        """Plans of exactly this (least) value on all devices, in lexicographic order of cuts.
+    def ties(self, stage_count: int, value_s: float, limit: int, devices: int) -> list[tuple[ChainStage, ...]]:
+        """Plans of exactly this (least) value on `devices` devices, in lexicographic order of cuts.
 
         All of them, unless that takes more than `limit` steps.
         """
         found: list[tuple[ChainStage, ...]] = []
-        stack: list[tuple[int, int, float, float, tuple[ChainStage, ...]]] = [(0, self.devices, -np.inf, -np.inf, ())]
+        stack: list[tuple[int, int, float, float, tuple[ChainStage, ...]]] = [(0, devices, -np.inf, -np.inf, ())]
         for _ in range(limit):
             if not stack:
                 break
-            block, devices, f, g, stages = stack.pop()
+            block, free, f, g, stages = stack.pop()
             left = stage_count - len(stages)
             if left == 0:
                 found.append(stages)
                 continue
-            lifted_f, lifted_g = self.extend(left, block, devices, f, g)
+            lifted_f, lifted_g = self.extend(left, block, free, f, g)
             for offset, k in reversed(np.argwhere(lifted_f + lifted_g <= value_s).tolist()):
                 stage = ChainStage(start=block, end=block + 1 + offset, replicas=int(self.replicas[k]))
                 pair = float(lifted_f[offset, k]), float(lifted_g[offset, k])
-                stack.append((stage.end, devices - stage.replicas, *pair, (*stages, stage)))
+                stack.append((stage.end, free - stage.replicas, *pair, (*stages, stage)))
         return found
 
     def extend(self, left: int, block: int, devices: int, f: float, g: float) -> tuple[Floats, Floats]:
@@ -249,6 +283,9 @@ class Tables:
         after_f, after_g = self.least_f[left - 1][block + 1 :, rest], self.least_g[left - 1][block + 1 :, rest]
         lifted_f = np.maximum(np.maximum(self.f[left][block, block + 1 :, :usable], after_f), f)
         lifted_g = np.maximum(np.maximum(self.g[left][block, block + 1 :, :usable], after_g), g)
+        if self.costs.places is not None:
+            elsewhere = ~self.costs.places[:usable, devices]
+            lifted_f[:, elsewhere], lifted_g[:, elsewhere] = np.inf, np.inf
         return lifted_f, lifted_g
 
     def _search(self, stage_count: int, starts: list[int]) -> tuple[ChainStage, ...]:
@@ -334,7 +371,8 @@ class Tables:
         if self._excess is None:
             self._excess = [self.least_f[0]]
             for left in range(1, self.max_stages + 1):
-                self._excess.append(bottleneck_layer(self._over(left), self.costs.replicas, self._excess[-1]))
+                over = self._over(left)
+                self._excess.append(bottleneck_layer(over, self.costs.replicas, self._excess[-1], self.costs.places))
         root = self._excess[stage_count][0]
         devices = self.devices if all_devices else int(np.argmin(root))
         least = float(root[devices])
@@ -343,11 +381,11 @@ class Tables:
         block = 0
         for left in range(stage_count, 0, -1):
             over = self._over(left)
-            rest = [(self._excess[left - 1][:, devices - r] if r <= devices else None) for r in self.costs.replicas]
+            after = self._excess[left - 1]
             options = [
-                (max(float(over[block, end, k]), float(after[end])), -float(over[block, end, k]), end, k)
-                for k, after in enumerate(rest)
-                if after is not None
+                (max(float(over[block, end, k]), float(after[end, devices - r])), -float(over[block, end, k]), end, k)
+                for k in choices_at(self.costs.replicas, self.costs.places, devices)
+                for r in [self.costs.replicas[k]]
                 for end in range(block + 1, self.costs.blocks + 1)
             ]
             _, negative_over, end, k = min(options)

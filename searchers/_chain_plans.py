@@ -17,6 +17,7 @@ from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._bottleneck import least_bottlenecks
 from simpart.searchers._chain import ChainStage, Floats, StageCosts, Unplannable, later_stages_allowed, solve_chain
+from simpart.searchers._lines import kind_orders, lines
 from simpart.searchers._pipelines import PipelineShape, least_sums
 from simpart.searchers._stage_costs import ChainProblem
 from simpart.searching import Candidate, Control
@@ -90,12 +91,20 @@ def graphs_of(problem: Problem) -> list[tuple[Graph, int]]:
 def pipeline_shapes(
     problem: Problem, counts: Iterable[int], recompute: Iterable[bool], fewer_devices: bool = True
 ) -> list[PipelineShape]:
-    """Every way to share the devices among equal pipelines; with idle devices only where the space allows it."""
+    """Every way to share the devices among equal pipelines; with idle devices only where the space allows it.
+
+    On unequal devices, pipelines of the next devices and pipelines of an equal part of each kind, in every order.
+    """
     size, counts, recompute = problem.cluster.size, list(counts), list(recompute)
+    fewer = fewer_devices and problem.space.use_fewer_devices
+    found: list[tuple[int, int, tuple[int, ...]]] = []
+    for p in range(1, size + 1):
+        if size % p == 0 or fewer:
+            found.append((p, size // p, ()))
+        found += [(p, devices, kinds) for kinds, devices in kind_orders(problem.cluster, p, fewer).items()]
     return [
-        PipelineShape(nodes=1, pipelines=p, devices=size // p, micro_batches=m, recompute=r)
-        for p in range(1, size + 1)
-        if size % p == 0 or (fewer_devices and problem.space.use_fewer_devices)
+        PipelineShape(nodes=1, pipelines=p, devices=devices, micro_batches=m, recompute=r, kinds=kinds)
+        for p, devices, kinds in found
         for m in counts
         for r in recompute
     ]
@@ -221,6 +230,7 @@ def least_totals(problem: Problem, case: ChainCase, cost_s: Floats) -> dict[int,
         case.shape.devices,
         most,
         all_devices=every,
+        places=case.costs.places,
     )
     sums = least_sums(np.where(fits(0), cost_s, np.inf), most)
     return {
@@ -269,20 +279,25 @@ def why_no_plans(problem: Problem, reasons: Mapping[int, str], planned: set[int]
 
 
 def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answer: Answer, schedule: str) -> Plan:
-    """Stage x of every pipeline is one group; without `answer.devices`, on the next devices of each pipeline."""
-    samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
-    groups, stages, sizes, first = [], [], [], 0
+    """Stage x of every pipeline is one group; without `answer.devices`, on the next devices of each pipeline.
+
+    Where devices stay idle, they are the last of equal ones, the first of unequal ones: see `StageCosts.places`.
+    """
+    on = lines(problem.cluster, shape)
+    groups, stages, sizes = [], [], []
+    first = shape.devices - sum(stage.replicas for stage in answer.stages) if chain.mixed else 0
     for x, stage in enumerate(answer.stages):
-        r = stage.replicas
-        own: Sequence[int] = range(first, first + r) if answer.devices is None else answer.devices[x]
-        devices = [p * shape.devices + d for p in range(shape.pipelines) for d in own]
+        own: Sequence[int] = range(first, first + stage.replicas) if answer.devices is None else answer.devices[x]
+        devices = [line[d] for line in on for d in own]
         groups.append(DeviceGroup(devices=Devices.of(devices), axes=(("dp", len(devices)),)))
-        sizes.append((samples // r,) * len(devices))
+        taken = chain.shares(shape, devices)
+        assert taken is not None  # the stage had costs
+        sizes.append(taken)
         ops = np.concatenate([chain.chain[b] for b in range(stage.start, stage.end)])
         again = shape.recompute if answer.recompute is None else answer.recompute[x]
         regions = recompute_regions(chain.graph, np.sort(ops)) if again else ()
         stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions))
-        first += r
+        first += stage.replicas
     return Plan(
         graph=chain.graph.fingerprint,
         groups=tuple(groups),

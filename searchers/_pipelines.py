@@ -38,13 +38,18 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class PipelineShape:
-    """R = `pipelines` identical pipelines of `devices` devices (`nodes` nodes) each."""
+    """R = `pipelines` identical pipelines of `devices` devices (`nodes` nodes) each.
+
+    `kinds`: on unequal devices, the order in which a pipeline goes through its equal part of each kind; empty: devices
+    as they come.
+    """
 
     nodes: int
     pipelines: int
     devices: int
     micro_batches: int
     recompute: bool
+    kinds: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,8 +96,7 @@ def _rank(answer: PipelineChoice | Unplannable) -> tuple[int, float]:
 
 def plan_lockstep_s(costs: StageCosts, stages: tuple[ChainStage, ...], *, include_allreduce: bool = True) -> float:
     """Lock-step estimate of a plan, plus its longest gradient all-reduce."""
-    index = {r: k for k, r in enumerate(costs.replicas)}
-    at = [(stage.start, stage.end, index[stage.replicas]) for stage in stages]
+    at = costs.entries(stages)
     forward = [float(costs.forward_s[x] + costs.transfer_s[x]) for x in at]
     backward = [float(costs.backward_s[x] + costs.transfer_s[x]) for x in at]
     allreduce = max(float(costs.allreduce_s[x]) for x in at) if include_allreduce else 0.0
@@ -199,7 +203,7 @@ def _choose(
     plan = tables.best(count)
     if isinstance(plan, Unplannable):
         return plan
-    options = [plan.stages, *tables.ties(count, plan.value_s, tie_limit)]
+    options = [plan.stages, *tables.ties(count, plan.value_s, tie_limit, sum(stage.replicas for stage in plan.stages))]
     timed = [
         (plan_lockstep_s(costs, stages, include_allreduce=include_allreduce), x) for x, stages in enumerate(options)
     ]

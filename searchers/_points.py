@@ -4,18 +4,32 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import numpy as np
 
 from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.searchers._chain import ChainStage, StageCosts
-from simpart.searchers._chain_plans import Answer, ChainCase, both_ways_s, chain_cases, chain_plan
-from simpart.searching import Control
+from simpart.searchers._chain_plans import Answer, ChainCase, both_ways_s, chain_cases, chain_plan, stages_text
+from simpart.searching import Candidate, Control
 
-__all__ = ["Point", "Points"]
+__all__ = ["BATCH", "SLOWEST", "Point", "Points", "batched"]
+
+T = TypeVar("T")
+BATCH = 16
+"""Candidates that are proposed together by searchers that need not see one before they make the next."""
+SLOWEST = "micro-batches × the slowest stage with its transfers"
+"""The estimate of `Points`, in words."""
+
+
+def batched(items: Iterable[T], size: int) -> Iterator[tuple[T, ...]]:
+    """The items in order, `size` at a time."""
+    iterator = iter(items)
+    while batch := tuple(itertools.islice(iterator, size)):
+        yield batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,7 +53,7 @@ class Points:
         for case in self.cases:
             devices, n = case.shape.devices, case.chain.size
             most = min(space.max_stages or devices, devices, n)
-            ways = _ways(case.costs.replicas, devices, most)
+            ways = _ways(case.costs.counts, devices, most)
             self.ways.append(ways)
             self.counts.append(range(space.min_stages, most + 1))
             self.totals.append(
@@ -59,7 +73,7 @@ class Points:
             for count, total in zip(self.counts[number], self.totals[number], strict=True):
                 if total:
                     for ends in _cuts(case.chain.size, count):
-                        for replicas in itertools.product(case.costs.replicas, repeat=count):
+                        for replicas in itertools.product(case.costs.counts, repeat=count):
                             if sum(replicas) in self._used(case):
                                 yield _point(number, ends, replicas)
 
@@ -77,7 +91,7 @@ class Points:
         left = used[_weighted(rng, [ways[count][d] for d in used])]
         replicas = []
         for s in range(count, 0, -1):
-            options = [r for r in case.costs.replicas if r <= left and ways[s - 1][left - r]]
+            options = [r for r in case.costs.counts if r <= left and ways[s - 1][left - r]]
             r = options[_weighted(rng, [ways[s - 1][left - x] for x in options])]
             replicas.append(r)
             left -= r
@@ -99,7 +113,7 @@ class Points:
             cut = int(rng.integers(first.start + 1, second.end))
             stages[x : x + 2] = [replace(first, end=cut), replace(second, start=cut)]
         else:
-            total, allowed = first.replicas + second.replicas, self.cases[point.case].costs.replicas
+            total, allowed = first.replicas + second.replicas, self.cases[point.case].costs.counts
             options = [r for r in allowed if total - r in allowed]
             r = options[int(rng.integers(len(options)))]
             stages[x : x + 2] = [replace(first, replicas=r), replace(second, replicas=total - r)]
@@ -110,7 +124,7 @@ class Points:
         return (
             len(stages) in self.counts[number]
             and sum(s.replicas for s in stages) in self._used(case)
-            and all(s.replicas in case.costs.replicas for s in stages)
+            and all(s.replicas in case.costs.counts for s in stages)
             and stages[-1].end == case.chain.size
         )
 
@@ -118,6 +132,11 @@ class Points:
         case = self.cases[point.case]
         answer = Answer(stages=point.stages, objective_s=0.0)
         return chain_plan(self.problem, case.chain, case.shape, answer, case.schedule)
+
+    def candidate(self, point: Point) -> Candidate:
+        """The plan of a point, with its estimate, in the family of its number of stages."""
+        family = stages_text(len(point.stages))
+        return Candidate(plan=self.plan(point), family=family, objective_s=self.estimate_s(point))
 
     def estimate_s(self, point: Point) -> float:
         """M × the slowest stage with its transfers."""
@@ -127,8 +146,7 @@ class Points:
 def slowest_s(costs: StageCosts, stages: Sequence[ChainStage]) -> float:
     """M × the slowest stage with its transfers, computed from the stages alone."""
     compute_s, transfer_s = both_ways_s(costs)
-    at = [(s.start, s.end, costs.replicas.index(s.replicas)) for s in stages]
-    return costs.micro_batches * max(float(compute_s[a] + transfer_s[a]) for a in at)
+    return costs.micro_batches * max(float(compute_s[a] + transfer_s[a]) for a in costs.entries(stages))
 
 
 def _point(number: int, ends: Sequence[int], replicas: Sequence[int]) -> Point:

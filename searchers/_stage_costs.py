@@ -6,8 +6,12 @@ two-dimensional histograms, without pricing or walking a stage on its own.
 
 from __future__ import annotations
 
+import functools
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -21,8 +25,10 @@ from simpart.memory import state_of, update_transient_bytes
 from simpart.partition import clonable_ops
 from simpart.problem import Problem
 from simpart.searchers._blocks import OpDag, block_transfers, blocks
-from simpart.searchers._chain import StageCosts
+from simpart.searchers._chain import Bools, StageCosts
+from simpart.searchers._lines import lines, shares
 from simpart.searchers._pipelines import PipelineShape
+from simpart.transfers import sharing
 
 __all__ = ["ChainProblem", "dag_of"]
 
@@ -51,19 +57,33 @@ def dag_of(problem: Problem, graph: Graph, micro_batch: int, device: Device) -> 
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Choice:
+    """A replica count with all that its costs depend on: distinct (kind, samples) of its devices, where its gradients
+    and what enters and leaves it travel (ranks, links used at once)."""
+
+    replicas: int
+    parts: tuple[tuple[int, int], ...]
+    reduced: tuple[int, ...]
+    entering: tuple[tuple[int, ...], int]
+    leaving: tuple[tuple[int, ...], int]
+
+
 class ChainProblem:
     """One graph of a Problem cut into at most `most_blocks` blocks, and the StageCosts of any pipeline shape on it.
 
-    Devices of several kinds are priced as the slowest and limited as the smallest of them.
+    Blocks are balanced by the slowest kind of device; stages cost what their own devices take, and what the links
+    there take where devices are unequal.
     """
 
     def __init__(self, problem: Problem, graph: Graph, micro_batch: int, most_blocks: int) -> None:
         self.problem = problem
         self.graph = graph
-        kinds = problem.cluster.kinds
-        self.device = min(kinds, key=lambda d: d.peak(graph.precision))
-        self.limit_bytes = float(min(d.usable_bytes for d in kinds))
-        self.dag = dag_of(problem, graph, micro_batch, self.device)
+        self.kinds = problem.cluster.kinds
+        self.slowest = min(range(len(self.kinds)), key=lambda k: self.kinds[k].peak(graph.precision))
+        self.limit_bytes = float(max(d.usable_bytes for d in self.kinds))
+        self.least_samples = 1 if problem.graph.at(1) is graph else 2
+        self.dag = dag_of(problem, graph, micro_batch, self.kinds[self.slowest])
         self.chain = blocks(self.dag, most_blocks, seconds_per_byte=self._seconds_per_byte())
         self.block_of = self._block_of_every_op()
         self.recomputed = np.isin(graph.flat.op_call, layer_calls(graph))
@@ -71,6 +91,11 @@ class ChainProblem:
     @property
     def size(self) -> int:
         return len(self.chain)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether devices are unequal, so that costs depend on a stage's place."""
+        return len(self.kinds) > 1
 
     def _block_of_every_op(self) -> Integers:
         """Clones count in the first block that reads them."""
@@ -87,57 +112,152 @@ class ChainProblem:
         """None where the global batch cannot be divided like this.
 
         What a stage does once per step (gradient all-reduce, update) is spread over its micro-batches as backward time,
-        so that the cuts balance it too; `allreduce_s` is therefore zero.
+        so that the cuts balance it too; `allreduce_s` is therefore zero. Memory is that of the device with the least
+        left, and counts from the largest memory: what a smaller device lacks is held by `static_bytes`.
         """
-        problem = self.problem
-        samples, rest = divmod(problem.global_batch, shape.pipelines * shape.micro_batches)
-        if rest:
+        choices = self._choices(shape, power_of_two)
+        if not choices:
             return None
-        replicas = tuple(
-            r
-            for r in range(1, min(shape.devices, samples) + 1)
-            if samples % r == 0 and (not power_of_two or r & (r - 1) == 0) and self._is_mine(samples // r)
+        sizes: dict[int, set[int]] = {}
+        for choice in choices:
+            for kind, samples in choice.parts:
+                sizes.setdefault(kind, set()).add(samples)
+        for kind, wanted in sizes.items():
+            self.problem.prices(sorted(wanted), self.kinds[kind])
+        forward, backward, transfer, static, stash = (
+            np.stack(arrays, axis=-1) for arrays in zip(*(self._row(c, shape) for c in choices), strict=True)
         )
-        if not replicas:
-            return None
-        sizes = [samples // r for r in replicas]
-        problem.prices(sizes, self.device)
-        tables = [self._times(b, shape.recompute) for b in sizes]
-        stash = [self._stash(b, shape.recompute) for b in sizes]
-        entering, leaving = zip(*(self._transfers(b) for b in sizes), strict=True)
-        ranks = [(0, min(r, problem.cluster.size - 1)) for r in replicas]
-        transfer = [
-            self._curve("p2p", pair, inside) + self._curve("p2p", pair, out)
-            for pair, inside, out in zip(ranks, entering, leaving, strict=True)
-        ]
-        tail = [self._all_reduce(r, shape) + self._state["update_s"] for r in replicas]
-        share = 1 / shape.micro_batches
-        per_micro_batch = [t * share + self._state["accumulate_s"] * (1 - share) for t in tail]
-        state = self._state["all"]
-        static = [state + self._transients(b, shape.recompute) for b in sizes]
-        forward, backward = zip(*tables, strict=True)
+        full = (self.size, self.size + 1, len(choices))
         return StageCosts(
-            replicas=replicas,
-            forward_s=_stack(forward),
-            backward_s=_stack([b + more for b, more in zip(backward, per_micro_batch, strict=True)]),
-            transfer_s=_stack(transfer),
-            allreduce_s=np.zeros((self.size, self.size + 1, len(replicas))),
-            static_bytes=_stack(static),
-            stash_bytes=_stack([s + i for s, i in zip(stash, entering, strict=True)]),
+            replicas=tuple(choice.replicas for choice in choices),
+            forward_s=forward,
+            backward_s=backward,
+            transfer_s=transfer,
+            allreduce_s=np.zeros(full),
+            static_bytes=static,
+            stash_bytes=stash,
             limit_bytes=self.limit_bytes,
             micro_batches=shape.micro_batches,
-            allowed=np.ones((self.size, self.size + 1, len(replicas)), dtype=np.bool_),
+            allowed=np.ones(full, dtype=np.bool_),
             in_flight="gpipe" if schedule == "gpipe" else "1f1b",
+            places=self._places(choices, shape.devices) if self.mixed else None,
         )
+
+    def _row(self, choice: _Choice, shape: PipelineShape) -> tuple[Floats, ...]:
+        """[i, j] forward, backward, transfer, static bytes, bytes per micro-batch in flight of the slowest part."""
+        share, rows = 1 / shape.micro_batches, []
+        all_reduce_s = self.all_reduce_s(choice.reduced)
+        for kind, samples in choice.parts:
+            state = self._state(kind)
+            forward, backward = self._times(kind, samples, shape.recompute)
+            once_s = all_reduce_s + state["update_s"]
+            static = state["all"] + self._transients(kind, samples, shape.recompute)
+            rows.append(
+                (
+                    forward,
+                    backward + (once_s * share + state["accumulate_s"] * (1 - share)),
+                    static + (self.limit_bytes - self.kinds[kind].usable_bytes),
+                    self._stash(samples, shape.recompute) + self._transfers(samples)[0],
+                )
+            )
+        forward, backward, static, stash = (functools.reduce(np.maximum, arrays) for arrays in zip(*rows, strict=True))
+        entering, leaving = self._transfers(max(samples for _, samples in choice.parts))
+        transfer = self._curve("p2p", *choice.entering, entering) + self._curve("p2p", *choice.leaving, leaving)
+        return forward, backward, transfer, static, stash
+
+    def shares(self, shape: PipelineShape, devices: Sequence[int]) -> tuple[int, ...] | None:
+        """Samples of a micro-batch that each of these devices, which run one stage of all pipelines, takes."""
+        problem = self.problem
+        samples, rest = divmod(problem.global_batch, shape.micro_batches)
+        kinds = [self._kind(d) for d in devices]
+        if rest:
+            return None
+        whole_s = functools.partial(self._whole_s, shape.recompute)
+        for uneven in (True, False) if problem.space.uneven_replicas else (False,):
+            taken = shares(kinds, samples, self.least_samples, whole_s, uneven)
+            if taken is not None and all(problem.graph.at(b) is self.graph for b in set(taken)):
+                return taken
+        return None
+
+    def _whole_s(self, recompute: bool, kind: int, samples: int) -> float:
+        """Forward and backward of all blocks."""
+        forward, backward = self._times(kind, samples, recompute)
+        return float(forward[0, -1] + backward[0, -1])
+
+    def _kind(self, device: int) -> int:
+        return self.kinds.index(self.problem.cluster.device(device)) if self.mixed else 0
+
+    def _choices(self, shape: PipelineShape, power_of_two: bool) -> dict[_Choice, list[int]]:
+        """Every way to place a stage, ascending in replicas, with the devices left (its own included) where it is so.
+
+        On equal devices a stage counts as the first of its pipeline, with neighbours as far away as it is long.
+        """
+        cluster, on = self.problem.cluster, lines(self.problem.cluster, shape)
+        found: dict[_Choice, list[int]] = {}
+        like: dict[Any, _Choice] = {}
+        for r in range(1, shape.devices + 1):
+            if power_of_two and r & (r - 1):
+                continue
+            for first in range(shape.devices - r + 1 if self.mixed else 1):
+                own = [line[first : first + r] for line in on]
+                ranks = tuple(d for devices in own for d in devices)
+                taken = self.shares(shape, ranks)
+                if taken is None:
+                    break
+                if not self.mixed:
+                    near = (0, min(r, cluster.size - 1)), 1
+                    choice = _Choice(replicas=r, parts=((0, max(taken)),), reduced=ranks, entering=near, leaving=near)
+                else:
+                    kinds = map(self._kind, ranks)
+                    choice = _Choice(
+                        replicas=r,
+                        parts=tuple(sorted(set(zip(kinds, taken, strict=True)))),
+                        reduced=ranks,
+                        entering=self._boundary(on, first, r),
+                        leaving=self._boundary(on, first + r, r),
+                    )
+                    choice = like.setdefault(self._likeness(choice), choice)
+                found.setdefault(choice, []).append(shape.devices - first)
+        return found
+
+    def _boundary(self, on: Sequence[Sequence[int]], place: int, width: int) -> tuple[tuple[int, ...], int]:
+        """Devices on both sides of a cut of the pipelines, on the slowest link of any; and how many share that."""
+        cluster = self.problem.cluster
+        if not 0 < place < len(on[0]):
+            return (0,), 1
+        pairs = [
+            (line[max(place - width, 0) + x % min(width, place)], line[min(place + x, len(line) - 1)])
+            for line in on
+            for x in range(width)
+        ]
+        used = sharing(cluster, pairs)
+        slowest = max(range(len(pairs)), key=lambda x: (cluster.levels.index(cluster.level_of(pairs[x])), used[x]))
+        return pairs[slowest], used[slowest]
+
+    def _likeness(self, choice: _Choice) -> tuple[Any, ...]:
+        """Equal for choices of equal costs."""
+        cluster = self.problem.cluster
+        ends = [
+            (cluster.level_of(ranks).name if len(ranks) > 1 else "", shared)
+            for ranks, shared in (choice.entering, choice.leaving)
+        ]
+        hosts = sorted(Counter(cluster.host_of(d).start for d in choice.reduced).values())
+        return choice.replicas, choice.parts, tuple(hosts), *ends
+
+    def _places(self, choices: dict[_Choice, list[int]], devices: int) -> Bools:
+        places = np.zeros((len(choices), devices + 1), dtype=np.bool_)
+        for k, left in enumerate(choices.values()):
+            places[k, left] = True
+        return places
 
     def entering_s(self, micro_batch: int, ranks: tuple[int, int]) -> Floats:
         """[i] seconds to bring what blocks from i on need of those before it from one rank to another."""
-        return self._curve("p2p", ranks, self._transfers(micro_batch)[0][:, self.size])
+        return self._curve("p2p", ranks, 1, self._transfers(micro_batch)[0][:, self.size])
 
     def all_reduce_s(self, ranks: tuple[int, ...]) -> Floats:
         """[i, j] seconds of the gradient all-reduce of every run over these ranks."""
-        gradients = self._state["gradients"]
-        return np.zeros_like(gradients) if len(ranks) == 1 else self._curve("all_reduce", ranks, gradients)
+        gradients = self._state(self.slowest)["gradients"]
+        return np.zeros_like(gradients) if len(ranks) == 1 else self._curve("all_reduce", ranks, 1, gradients)
 
     def block_weights(self, per_op: Floats) -> Floats:
         """Sum over the ops of each block."""
@@ -147,11 +267,8 @@ class ChainProblem:
         """Of what crosses a cut, there and back, between neighbouring devices."""
         if self.problem.cluster.size < 2:
             return 0.0
-        at, seconds = self._curve_points("p2p", (0, 1))
+        at, seconds = self._curve_points("p2p", (0, 1), 1)
         return 2 * float(seconds[20] / at[20])
-
-    def _is_mine(self, micro_batch: int) -> bool:
-        return self.problem.graph.at(micro_batch) is self.graph
 
     def _runs(self, per_op: Floats) -> Floats:
         """[i, j] = sum over the blocks i … j-1."""
@@ -160,8 +277,8 @@ class ChainProblem:
         return runs
 
     @lru_cache(maxsize=256)  # noqa: B019  (a ChainProblem lives as long as one search)
-    def _times(self, micro_batch: int, recompute: bool) -> tuple[Floats, Floats]:
-        prices = self.problem.prices([micro_batch], self.device)[micro_batch]
+    def _times(self, kind: int, micro_batch: int, recompute: bool) -> tuple[Floats, Floats]:
+        prices = self.problem.prices([micro_batch], self.kinds[kind])[micro_batch]
         op_class = self.graph.flat.op_class
         forward, backward = prices.forward.seconds[op_class], prices.backward.seconds[op_class]
         again = np.where(self.recomputed, forward, 0.0) if recompute else 0.0
@@ -195,9 +312,14 @@ class ChainProblem:
         return np.concatenate([np.zeros((self.size, 1)), inside], axis=1)
 
     @lru_cache(maxsize=256)  # noqa: B019
-    def _transients(self, micro_batch: int, recompute: bool) -> Floats:
+    def _transients(self, kind: int, micro_batch: int, recompute: bool) -> Floats:
         """Largest working set of any block of a run, and what the optimizer holds while it updates (not at the same
         time)."""
+        return np.maximum(self._working(micro_batch, recompute), self._state(kind)["update"])
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def _working(self, micro_batch: int, recompute: bool) -> Floats:
+        """Largest working set of any block of a run."""
         regions = self._regions if recompute else None
         working = working_sets(
             self.graph, micro_batch, [np.flatnonzero(self.block_of == b) for b in range(self.size)], regions
@@ -205,15 +327,15 @@ class ChainProblem:
         running = np.zeros((self.size, self.size + 1))
         for i in range(self.size):
             running[i, i + 1 :] = np.maximum.accumulate(working[i:])
-        return np.maximum(running, self._state["update"])
+        return running
 
     @cached_property
     def _regions(self) -> Integers:
         """Region of each op: its layer, -1 outside layers."""
         return np.where(self.recomputed, self.graph.flat.op_call, -1)
 
-    @cached_property
-    def _state(self) -> dict[str, Floats]:
+    @lru_cache(maxsize=8)  # noqa: B019
+    def _state(self, kind: int) -> dict[str, Floats]:
         """Bytes of parameters, gradients and optimizer state of every run: each parameter counts once per run that
         reads it."""
         flat, n = self.graph.flat, self.size
@@ -224,11 +346,11 @@ class ChainProblem:
             if value in held:
                 readers.setdefault(value, set()).add(int(self.block_of[op]))
         everything, gradients, update, update_s, accumulate_s = (np.zeros((n, n + 1)) for _ in range(5))
-        row_of, updates, accumulations = self.problem.update_prices(self.device)
+        row_of, updates, accumulations = self.problem.update_prices(self.kinds[kind])
         for value, read in readers.items():
             state = state_of(self.graph, self.problem.training, [value])
             total = state.parameters + state.gradients + state.optimizer_state
-            transient = update_transient_bytes(self.problem.training, self.device, state)
+            transient = update_transient_bytes(self.problem.training, self.kinds[kind], state)
             start = 0
             for block in sorted(read):
                 rows = slice(start, block + 1)
@@ -244,27 +366,17 @@ class ChainProblem:
             "update_s": update_s, "accumulate_s": accumulate_s,
         }  # fmt: skip
 
-    def _all_reduce(self, replicas: int, shape: PipelineShape) -> Floats:
-        """Gradients over all replicas of a stage: those of one pipeline side by side, pipelines `devices` apart."""
-        ranks = tuple(p * shape.devices + r for p in range(shape.pipelines) for r in range(replicas))
-        return self.all_reduce_s(ranks)
-
-    def _curve(self, kind: CollectiveKind, ranks: tuple[int, ...], size: Floats) -> Floats:
+    def _curve(self, kind: CollectiveKind, ranks: tuple[int, ...], concurrent: int, size: Floats) -> Floats:
         """Seconds by bytes, read off the communication model at powers of two and linear in between; nothing sent
         takes no time."""
         if len(set(ranks)) < 2:
             return np.zeros_like(size)
-        at, seconds = self._curve_points(kind, ranks)
+        at, seconds = self._curve_points(kind, ranks, concurrent)
         return np.where(size > 0, np.interp(size, at, seconds), 0.0)
 
     @lru_cache(maxsize=4096)  # noqa: B019
-    def _curve_points(self, kind: CollectiveKind, ranks: tuple[int, ...]) -> tuple[Floats, Floats]:
+    def _curve_points(self, kind: CollectiveKind, ranks: tuple[int, ...], concurrent: int) -> tuple[Floats, Floats]:
         at = [1 << e for e in range(8, 44)]
-        table = CollectiveTable(tuple(Collective(kind, size, ranks) for size in at))
+        table = CollectiveTable(tuple(Collective(kind, size, ranks, concurrent) for size in at))
         estimate = self.problem.costs.communication.estimate(table, self.problem.cluster)
         return np.array(at, dtype=np.float64), estimate.mean_s
-
-
-def _stack(per_replica_count: Sequence[Floats]) -> Floats:
-    """[i, j] arrays of every replica count as one [i, j, k] array."""
-    return np.stack(per_replica_count, axis=-1)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from simpart.engines._jit import compiled
 from simpart.problem import Problem
 from simpart.searchers._caps import least_sum_and_maximum
-from simpart.searchers._chain import ChainStage, later_stages_allowed
+from simpart.searchers._chain import Bools, ChainStage, later_stages_allowed
 from simpart.searchers._chain_plans import (
     Answer,
     Answers,
@@ -56,12 +56,13 @@ class InterOpCosts:
     """Seconds of layers [i, j) for one micro-batch under each option, (n, n + 1, options); infinite where it cannot be.
 
     Option o takes `sizes[o]` devices: one per submesh and way to shard it. `successors` is how many stages may come
-    after, from memory.
+    after, from memory. `places[o, d]`, on unequal devices: the option is for stages with d devices left.
     """
 
     time_s: Floats
     successors: Integers
     sizes: tuple[int, ...]
+    places: Bools | None = None
 
     @property
     def layers(self) -> int:
@@ -123,6 +124,9 @@ class InterOp:
         self.most_stages = min(n, devices, most_stages or n)
         self.sizes = np.asarray(costs.sizes, dtype=np.int64)
         time_s = costs_array("stage times", costs.time_s)
+        self.places = np.arange(devices + 1)[None, :] >= self.sizes[:, None]
+        if costs.places is not None:
+            self.places &= costs.places
         real = np.arange(n + 1)[None, :, None] > np.arange(n)[:, None, None]
         self.time_s = np.where(real & (costs.successors >= 0) & (self.sizes <= devices), time_s, np.inf)
         self.caps: list[float] = np.unique(self.time_s[np.isfinite(self.time_s)]).tolist()
@@ -174,16 +178,17 @@ class InterOp:
         total[0, n, 0] = 0.0
         loop = compiled(_fill, TABLES * self.most_stages * n * n * len(self.sizes))
         if loop is not None:
-            loop(self.time_s, self.costs.successors, self.sizes, cap, total, largest)
+            loop(self.time_s, self.costs.successors, self.sizes, self.places, cap, total, largest)
             return total, largest
         for s in range(1, self.most_stages + 1):
             fits = (self.time_s <= cap) & (self.costs.successors >= s - 1)
             for o, size in enumerate(self.costs.sizes):
-                if size < width:
+                left = np.flatnonzero(self.places[o])
+                if left.size:
                     for i in range(n):
                         row = np.where(fits[i, i + 1 :, o], self.time_s[i, i + 1 :, o], np.inf)[:, None]
-                        after, most = total[s - 1, i + 1 :, : width - size], largest[s - 1, i + 1 :, : width - size]
-                        _improve(total[s, i, size:], largest[s, i, size:], row + after, np.maximum(row, most))
+                        after, most = total[s - 1, i + 1 :, left - size].T, largest[s - 1, i + 1 :, left - size].T
+                        _improve(total[s, i], largest[s, i], left, row + after, np.maximum(row, most))
         return total, largest
 
     def _trace(self, cap: float, stage_count: int | None) -> tuple[AlpaStage, ...]:
@@ -194,7 +199,7 @@ class InterOp:
         i, d = 0, self._devices_used(total[left, 0], largest[left, 0])
         stages = []
         for s in range(left, 0, -1):
-            usable = np.flatnonzero(self.sizes <= d)
+            usable = np.flatnonzero(self.places[:, d])
             rest = d - self.sizes[usable]
             time_s = self.time_s[i, i + 1 :, usable].T
             later = self.costs.successors[i, i + 1 :, usable].T
@@ -207,15 +212,15 @@ class InterOp:
         return tuple(stages)
 
 
-def _improve(total: Floats, largest: Floats, candidates: Floats, reached: Floats) -> None:
+def _improve(total: Floats, largest: Floats, at: Integers, candidates: Floats, reached: Floats) -> None:
     """Take the least candidate of each column, by sum, then by largest time, where it beats what is there."""
     least = candidates.min(axis=0)
     most = np.where(candidates == least, reached, np.inf).min(axis=0)
-    better = (least < total) | ((least == total) & (most < largest) & (least < np.inf))
-    total[better], largest[better] = least[better], most[better]
+    better = (least < total[at]) | ((least == total[at]) & (most < largest[at]) & (least < np.inf))
+    total[at[better]], largest[at[better]] = least[better], most[better]
 
 
-def _fill(time_s: Any, successors: Any, sizes: Any, cap: float, total: Any, largest: Any) -> None:
+def _fill(time_s: Any, successors: Any, sizes: Any, places: Any, cap: float, total: Any, largest: Any) -> None:
     """The same table, compiled."""
     n, options, width = time_s.shape[0], time_s.shape[2], total.shape[2]
     for s in range(1, total.shape[0]):
@@ -227,6 +232,8 @@ def _fill(time_s: Any, successors: Any, sizes: Any, cap: float, total: Any, larg
                         continue
                     size = sizes[o]
                     for d in range(size, width):
+                        if not places[o, d]:
+                            continue
                         candidate = t + total[s - 1, k, d - size]
                         if candidate == np.inf:
                             continue
@@ -256,7 +263,12 @@ class Alpa:
 
             @cache
             def problem_with(most: int) -> InterOp:
-                inter_op = InterOpCosts(time_s=time_s, successors=later_stages_allowed(costs), sizes=costs.replicas)
+                inter_op = InterOpCosts(
+                    time_s=time_s,
+                    successors=later_stages_allowed(costs),
+                    sizes=costs.replicas,
+                    places=costs.places,
+                )
                 every = not problem.space.use_fewer_devices
                 return InterOp(inter_op, case.shape.devices, costs.micro_batches, most_stages=most, all_devices=every)
 

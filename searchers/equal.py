@@ -55,11 +55,11 @@ class Equal:
     ) -> Answer | Literal[False] | None:
         """False where the devices or samples cannot be shared like this, None where memory is short."""
         replicas, rest = divmod(case.shape.devices, count)
-        if (rest and not problem.space.use_fewer_devices) or replicas not in case.costs.replicas or count not in cuts:
+        if (rest and not problem.space.use_fewer_devices) or replicas not in case.costs.counts or count not in cuts:
             return False
         stages = tuple(ChainStage(start=s.start, end=s.end, replicas=replicas) for s in cuts[count])
-        k, fits = case.costs.replicas.index(replicas), fitting(case.costs)
-        if self.within_memory and not all(fits(count - 1 - x)[s.start, s.end, k] for x, s in enumerate(stages)):
+        at, fits = case.costs.entries(stages), fitting(case.costs)
+        if self.within_memory and not all(fits(count - 1 - x)[a] for x, a in enumerate(at)):
             return None
         return Answer(stages=stages, objective_s=slowest_s(case.costs, stages))
 

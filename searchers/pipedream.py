@@ -305,6 +305,7 @@ def slowest_answers(
         case.shape.devices,
         most_stages,
         all_devices=not problem.space.use_fewer_devices,
+        places=case.costs.places,
     )
     return {
         count: None if best is None else Answer(stages=best.stages, objective_s=best.value * case.costs.micro_batches)

@@ -413,8 +413,7 @@ class Piper:
         for count, answer in answers.items():
             if answer is not None:
                 picked = []
-                for x, stage in enumerate(answer.stages):
-                    at = stage.start, stage.end, case.costs.replicas.index(stage.replicas)
+                for x, at in enumerate(case.costs.entries(answer.stages)):
                     seconds = [float(time_s[at]) if fits(count - 1 - x)[at] else math.inf for time_s, fits in priced]
                     picked.append(choices[seconds.index(min(seconds))])
                 answers[count] = replace(answer, recompute=tuple(picked))

@@ -119,7 +119,7 @@ class _Leader:
     def refine(self, problem: Problem, control: Control) -> Iterator[Candidate]:
         """Better neighbours by simulated step; their estimate is that of the leader they come from."""
         costs = self.chain.costs(self.choice.shape, self.schedule, False)
-        allowed = costs.replicas if costs is not None else ()
+        allowed = costs.counts if costs is not None else ()
         better = climb(problem, self.choice.plan.stages, allowed, lambda s: self.plan(problem, s))
         for stages in better:
             control.check()
