@@ -17,7 +17,18 @@ from typing import Any, Literal
 
 from simpart.errors import FormatError
 
-__all__ = ["SOLVERS", "AtMost", "GoldenCase", "Outcome", "difference", "read_cases", "run_case", "run_file", "summary"]
+__all__ = [
+    "SOLVERS",
+    "Accepts",
+    "AtMost",
+    "GoldenCase",
+    "Outcome",
+    "difference",
+    "read_cases",
+    "run_case",
+    "run_file",
+    "summary",
+]
 
 SOLVERS: dict[str, str] = {
     "rannc-stage": "simpart.searchers.rannc:solve_stages",
@@ -34,16 +45,33 @@ SOLVERS: dict[str, str] = {
     "op_strategy_table": "simpart.testing.tdl_golden:solve_table",
     "conversion_one_step": "simpart.testing.conversion_golden:solve_one_step",
     "conversion_two_step": "simpart.testing.conversion_golden:solve_two_steps",
+    "mlp_partition": "simpart.testing.tofu_golden:solve_mlp",
+    "strategy_graph": "simpart.testing.rhino_golden:solve_strategy_graph",
+    "strategy_graph_memory": "simpart.testing.rhino_golden:solve_strategy_graph",
+    "rediscovery": "simpart.testing.rhino_golden:solve_strategy_graph",
+    "rediscovery_memory": "simpart.testing.rhino_golden:solve_strategy_graph",
+    "pipeline_stage_ilp": "simpart.testing.rhino_golden:solve_staging",
+    "pipeline_schedule": "simpart.testing.rhino_golden:solve_list_schedule",
+    "pipeline_evaluator": "simpart.testing.rhino_golden:solve_evaluator",
+    "inter_op_dp": "simpart.testing.rhino_golden:solve_inter_op",
 }
 
 RELATIVE_TOLERANCE = 1e-9
 # Plans may tie, so they are compared only where the case says that the optimum is unique; the others describe ties.
-_PLAN_KEYS = {"plan", "config"}
-_DESCRIPTIONS = {"plan_unique", "equally_good", "rule", "members", "regions"}
+_PLAN_KEYS = {"plan", "config", "optimal_plan", "reference_recursion"}
+_DESCRIPTIONS = {"plan_unique", "equally_good", "rule", "members", "regions", "note", "hand_check"}
+_DESCRIPTIONS |= {"checked_by", "closed_form", "note", "plan_in_words", "tolerance"}
 
 
 class AtMost(float):
     """An answer that may be less than what is expected: a heuristic's published cost met or beaten."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepts:
+    """An answer of several: `fault` says in words what is wrong with the expected one, nothing if it is as good."""
+
+    fault: Callable[[Any], str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +200,9 @@ def difference(expected: Any, answer: Any, tolerance: float, where: str = "") ->
     'value is 2.1, expected 2.0'
     """
     name = where or "the answer"
+    if isinstance(answer, Accepts):
+        found = answer.fault(expected)
+        return f"{name}: {found}" if found else ""
     if isinstance(expected, dict):
         if not isinstance(answer, dict):
             return f"{name} is {answer!r}, expected an object"

@@ -1,0 +1,416 @@
+"""One step of the recursion as a cost graph: a variable per group, its assignments as options, conversions as edges.
+
+Reference: Wang, Huang, Li, "Supporting Very Large Models using Automatic Dataflow Graph Partitioning" (2019), section
+5. Every consumer fetches for itself, every value rests cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+
+import numpy as np
+
+from simpart.errors import UserError
+from simpart.placement import Partial, Placement, Replicate, Shard
+from simpart.searchers._cost_graph import CostGraph, Floats, Table
+from simpart.searchers._tofu_regions import Region, cut, divides, received
+from simpart.searchers._tofu_work import KernelState, Link, Request, Rules, Workload, place_at, whole_request
+
+__all__ = ["Assignment", "Domain", "State", "Step", "Steps", "Weigh"]
+
+State = tuple[int, ...]
+"""Per group the number of its state: the regions that its nodes are left with."""
+Assignment = tuple[Placement | Request, ...]
+"""Per node of a group: how a value is cut, or what a kernel is asked."""
+Wish = tuple[bool, int, Shard]
+Weigh = Callable[[int, Placement, Placement, float], float]
+"""(number of the step, how it lies, how it is needed, bytes received in one group) to cost."""
+R = Replicate()
+MOST_STRIDED = 3
+"""Strided cuts that are tried for one value."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Domain:
+    """The assignments of a group in one state, and the state each leads to."""
+
+    group: int
+    state: int
+    level: int
+    assignments: tuple[Assignment, ...]
+    following: tuple[int, ...]
+    unary: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step from one state: its graph, and the domains behind its variables."""
+
+    graph: CostGraph
+    domains: tuple[Domain, ...]
+
+    def following(self, choice: Sequence[int]) -> State:
+        return tuple(d.following[x] for d, x in zip(self.domains, choice, strict=True))
+
+    def assignments(self, choice: Sequence[int]) -> tuple[Assignment, ...]:
+        return tuple(d.assignments[x] for d, x in zip(self.domains, choice, strict=True))
+
+
+@dataclass(slots=True)
+class Steps:
+    """Makes the steps of one sequence of factors, keeping what states have in common. `prefer` narrows the assignments
+    of a group in a state (baselines).
+
+    Costs are bytes received by all groups together, unless `weigh` says otherwise.
+    """
+
+    work: Workload
+    factors: tuple[int, ...]
+    rules: Rules = Rules()
+    weigh: Weigh | None = None
+    prefer: Callable[[int, Sequence[Assignment], Sequence[object]], Sequence[int]] | None = None
+    _numbers: list[dict[tuple[object, ...], int]] = field(default_factory=list)
+    _states: list[list[tuple[object, ...]]] = field(default_factory=list)
+    _domains: dict[tuple[int, int, int], Domain] = field(default_factory=dict)
+    _tables: dict[object, Table] = field(default_factory=dict)
+    _links: dict[tuple[int, int], list[Link]] = field(default_factory=dict)
+    _strided: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
+    _dims: dict[int, set[int]] = field(default_factory=dict)
+    _requests: dict[tuple[object, int, int], tuple[Request, ...]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        work = self.work
+        self._numbers = [{} for _ in work.groups]
+        self._states = [[] for _ in work.groups]
+        for link in work.links:
+            a, b = work.group_of[link.kernel], work.group_of[work.node_of_value(link.value)]
+            self._links.setdefault((a, b), []).append(link)
+        for parts in sorted(set(self.factors)):
+            self._survey(parts)
+
+    @property
+    def linked(self) -> tuple[tuple[int, int], ...]:
+        """Pairs of groups (kernel's, value's) with conversions between them."""
+        return tuple(pair for pair in self._links if pair[0] != pair[1])
+
+    def links_between(self, a: int, b: int) -> Sequence[Link]:
+        """Links of kernels of one group with values of another."""
+        return self._links[a, b]
+
+    def cost(self, level: int, lies: Placement, needed: Placement, size: float) -> float:
+        """Of bytes received in one group at a step."""
+        if self.weigh is not None:
+            return self.weigh(level, lies, needed, size)
+        return prod(self.factors[:level]) * size
+
+    # --- states ------------------------------------------------------------------------------------------------------
+    def start(self) -> State:
+        """Before the first step."""
+        work, found = self.work, []
+        for number, members in enumerate(work.groups):
+            content: list[object] = []
+            for node in members:
+                if node < len(work.kernels):
+                    content.append(KernelState.of(work.kernels[node]))
+                else:
+                    content.append(Region(work.values[node - len(work.kernels)].shape))
+            found.append(self._number(number, tuple(content)))
+        return tuple(found)
+
+    def _number(self, group: int, content: tuple[object, ...]) -> int:
+        known = self._numbers[group]
+        if content not in known:
+            known[content] = len(known)
+            self._states[group].append(content)
+        return known[content]
+
+    def content(self, group: int, state: int) -> tuple[object, ...]:
+        """`KernelState` or `Region` of every node of a group."""
+        return self._states[group][state]
+
+    def kernel(self, state: State, kernel: int) -> KernelState:
+        found = self._node(state, kernel)
+        assert isinstance(found, KernelState)
+        return found
+
+    def region(self, state: State, value: int) -> Region:
+        found = self._node(state, self.work.node_of_value(value))
+        assert isinstance(found, Region)
+        return found
+
+    def _node(self, state: State, node: int) -> object:
+        group = self.work.group_of[node]
+        return self._states[group][state[group]][self.work.groups[group].index(node)]
+
+    # --- steps -------------------------------------------------------------------------------------------------------
+    def step(self, state: State, level: int) -> Step:
+        """The cost graph of a step from this state."""
+        domains = tuple(self.domain(g, number, level) for g, number in enumerate(state))
+        edges = []
+        for a, b in self.linked:
+            table = self.table(domains[a], domains[b])
+            if table.any():
+                edges.append((a, b, table))
+        return Step(CostGraph(unary=tuple(d.unary for d in domains), edges=tuple(edges)), domains)
+
+    def _survey(self, parts: int) -> None:
+        """Which dims of values some kernel can use, and strided cuts: what one kernel offers is asked of those that
+        share the value."""
+        work = self.work
+        wishes: dict[int, set[Wish]] = {}
+        found = {k: kernel.requests(parts, frozenset()) for k, kernel in enumerate(work.kernels)}
+        queue = list(found)
+        while queue:
+            k = queue.pop(0)
+            for link in work.links_of[k]:
+                shape = work.values[link.value].shape
+                known = self._strided.setdefault(link.value, {})
+                for request in found[k]:
+                    place = place_at(request, link)
+                    if not isinstance(place, Shard) or not divides(Region(shape), place, parts):
+                        continue
+                    if place.block is None or place.block == shape[place.dim]:
+                        self._dims.setdefault(link.value, set()).add(place.dim)
+                        continue
+                    if (place.dim, place.block) in known or len(known) >= MOST_STRIDED:
+                        continue
+                    known[place.dim, place.block] = None
+                    for other in work.links_of[work.node_of_value(link.value)]:
+                        wish = (other.makes, other.position, place)
+                        if not any(place_at(r, other) == place for r in found[other.kernel]):
+                            mine = wishes.setdefault(other.kernel, set())
+                            mine.add(wish)
+                            found[other.kernel] = work.kernels[other.kernel].requests(parts, frozenset(mine))
+                            queue.append(other.kernel)
+
+    def requests(self, kernel: int, state: KernelState, level: int) -> tuple[Request, ...]:
+        """Ways to run a kernel in a state; the whole of it where nothing divides."""
+        parts = self.factors[level]
+        key = (state, kernel, parts)
+        if key not in self._requests:
+            wishes = set()
+            for link in self.work.links_of[kernel]:
+                for place in self._local_strided(link.value, state.region(link)):
+                    if divides(state.region(link), place, parts):
+                        wishes.add((link.makes, link.position, place))
+            kept = tuple(
+                r
+                for r in state.kernel.requests(parts, frozenset(wishes))
+                if self.rules.allows(r) and self._fits(state, r, parts)
+            )
+            self._requests[key] = kept or (whole_request(state.kernel),)
+        return self._requests[key]
+
+    def _local_strided(self, value: int, region: Region) -> list[Shard]:
+        left = {(dim, block): extent for dim, block, extent in region.runs}
+        return [Shard(dim, left.get((dim, block), block)) for dim, block in self._strided.get(value, ())]
+
+    def _fits(self, state: KernelState, request: Request, parts: int) -> bool:
+        pairs = (*zip(state.inputs, request.inputs, strict=True), *zip(state.outputs, request.outputs, strict=True))
+        return all(divides(region, place, parts) for region, place in pairs)
+
+    def places(self, value: int, region: Region, level: int) -> list[Placement]:
+        """Cuts of a value that some kernel could use; any cut where none of those divides, or whole."""
+        parts = self.factors[level]
+        found: list[Placement] = [
+            Shard(d) for d in sorted(self._dims.get(value, ())) if divides(region, Shard(d), parts)
+        ]
+        found += [p for p in self._local_strided(value, region) if divides(region, p, parts) and p not in found]
+        if not found:
+            found = [Shard(d) for d in range(len(region.extents)) if divides(region, Shard(d), parts)]
+        return [*found, R] if self.rules.whole or not found else found
+
+    # --- groups ------------------------------------------------------------------------------------------------------
+    def domain(self, group: int, number: int, level: int) -> Domain:
+        """The assignments of a group in a state."""
+        key = (group, number, level)
+        if key in self._domains:
+            return self._domains[key]
+        work, members, content = self.work, self.work.groups[group], self._states[group][number]
+        assignments: list[Assignment]
+        if len(members) > 1:
+            assignments = self._assignments(group, number, level)
+        elif members[0] < len(work.kernels):
+            assert isinstance(content[0], KernelState)
+            assignments = [(x,) for x in self.requests(members[0], content[0], level)]
+        else:
+            assert isinstance(content[0], Region)
+            assignments = [(x,) for x in self.places(members[0] - len(work.kernels), content[0], level)]
+        if self.prefer is not None:
+            assignments = [assignments[x] for x in self.prefer(group, assignments, content)]
+        following = []
+        for assignment in assignments:
+            after: list[object] = []
+            for before, chosen in zip(content, assignment, strict=True):
+                if isinstance(chosen, Request):
+                    assert isinstance(before, KernelState)
+                    after.append(before.after(chosen, self.factors[level]))
+                else:
+                    assert isinstance(before, Region)
+                    after.append(cut(before, chosen, self.factors[level]))
+            following.append(self._number(group, tuple(after)))
+        unary = self._unary(group, number, assignments, level)
+        made = Domain(group, number, level, tuple(assignments), tuple(following), unary)
+        return self._domains.setdefault(key, made)
+
+    def _assignments(self, group: int, number: int, level: int) -> list[Assignment]:
+        """What fits together in a group, found by following each cut of its largest values; whole if nothing does."""
+        work, members = self.work, self.work.groups[group]
+        at = dict(zip(members, self._states[group][number], strict=True))
+        values = [node - len(work.kernels) for node in members if node >= len(work.kernels)]
+
+        def weight(value: int) -> tuple[bool, int]:
+            v = work.values[value]
+            return v.is_parameter, prod(v.shape) * v.count
+
+        found: dict[Assignment, None] = {}
+        for seed in sorted(values, key=weight, reverse=True)[:4]:
+            region = at[work.node_of_value(seed)]
+            assert isinstance(region, Region)
+            for place in self.places(seed, region, level):
+                if isinstance(place, Shard):
+                    assignment = self._follow(group, at, level, seed, place)
+                    if assignment is not None:
+                        found.setdefault(assignment)
+        if not found or self.rules.whole:
+            whole: list[Placement | Request] = []
+            for node in members:
+                state = at[node]
+                whole.append(whole_request(state.kernel) if isinstance(state, KernelState) else R)
+            found.setdefault(tuple(whole))
+        return list(found)
+
+    def _follow(self, group: int, at: dict[int, object], level: int, seed: int, place: Placement) -> Assignment | None:
+        work, parts = self.work, self.factors[level]
+        places: dict[int, Placement] = {seed: place}
+        asked: dict[int, Request] = {}
+        queue = [seed]
+        while queue:
+            value = queue.pop(0)
+            for link in work.links_of[work.node_of_value(value)]:
+                if work.group_of[link.kernel] != group or link.kernel in asked:
+                    continue
+                inside = [x for x in work.links_of[link.kernel] if work.group_of[work.node_of_value(x.value)] == group]
+                best = None
+                state = at[link.kernel]
+                assert isinstance(state, KernelState)
+                for request in self.requests(link.kernel, state, level):
+                    if all(place_at(request, x) == places.get(x.value, place_at(request, x)) for x in inside):
+                        loss = sum(isinstance(p, Partial) for p in request.inputs), request.exchanged
+                        if best is None or loss < best[0]:
+                            best = loss, request
+                if best is None:
+                    return None
+                asked[link.kernel] = best[1]
+                for x in inside:
+                    there = place_at(best[1], x)
+                    region = at[work.node_of_value(x.value)]
+                    assert isinstance(region, Region)
+                    if x.value not in places:
+                        if not isinstance(there, Shard) or not divides(region, there, parts):
+                            return None
+                        places[x.value] = there
+                        queue.append(x.value)
+                    elif places[x.value] != there:
+                        return None
+        found: list[Placement | Request] = []
+        for node in work.groups[group]:
+            chosen: Placement | Request | None
+            chosen = asked.get(node) if node < len(work.kernels) else places.get(node - len(work.kernels))
+            if chosen is None:
+                return None
+            found.append(chosen)
+        return tuple(found)
+
+    # --- costs -------------------------------------------------------------------------------------------------------
+    def _unary(self, group: int, number: int, assignments: Sequence[Assignment], level: int) -> Floats:
+        """Exchanges inside kernels, and conversions between nodes of the group."""
+        work, parts = self.work, self.factors[level]
+        state_of, members = self._states[group][number], self.work.groups[group]
+        at = {node: x for x, node in enumerate(members)}
+        costs = np.zeros(len(assignments))
+        for x, node in enumerate(members):
+            if node >= len(work.kernels):
+                continue
+            sizes = [work.values[link.value].itemsize for link in work.links_of[node] if link.makes]
+            for row, assignment in enumerate(assignments):
+                request = assignment[x]
+                assert isinstance(request, Request)
+                if request.exchanged:
+                    size = 2 * (parts - 1) * request.exchanged * max(sizes, default=4)
+                    costs[row] += work.counts[node] * self.cost(level, Partial(), R, size)
+            for link in work.links_of[node]:
+                other = work.node_of_value(link.value)
+                if other not in at:
+                    continue
+                kernel, region = state_of[x], state_of[at[other]]
+                assert isinstance(kernel, KernelState) and isinstance(region, Region)
+                for row, assignment in enumerate(assignments):
+                    request, place = assignment[x], assignment[at[other]]
+                    assert isinstance(request, Request) and not isinstance(place, Request)
+                    costs[row] += self.link_cost(link, kernel, request, region, place, level)
+        return costs
+
+    def link_cost(
+        self, link: Link, kernel: KernelState, request: Request, region: Region, place: Placement, level: int
+    ) -> float:
+        """Of all instances of a link."""
+        there = place_at(request, link)
+        mine, parts = kernel.region(link), self.factors[level]
+        if link.makes:
+            lies, needed = there, place
+            elements = received(mine, there, region, place, parts)
+        else:
+            lies, needed = place, there
+            elements = received(region, place, mine, there, parts)
+        if elements == 0:
+            return 0.0
+        return link.count * self.cost(level, lies, needed, elements * self.work.values[link.value].itemsize)
+
+    def table(self, a: Domain, b: Domain) -> Table:
+        """Conversions between two groups, by their assignments."""
+        key = (a.group, a.state, b.group, b.state, a.level)
+        if key in self._tables:
+            return self._tables[key]
+        work, links, level = self.work, self._links[a.group, b.group], a.level
+        table = np.zeros((len(a.assignments), len(b.assignments)))
+        kernels, values = work.groups[a.group], work.groups[b.group]
+        for link in links:
+            i, j = kernels.index(link.kernel), values.index(work.node_of_value(link.value))
+            kernel, region = self._states[a.group][a.state][i], self._states[b.group][b.state][j]
+            assert isinstance(kernel, KernelState) and isinstance(region, Region)
+            rows, row_of = _distinct(x[i] for x in a.assignments)
+            columns, column_of = _distinct(x[j] for x in b.assignments)
+            small = np.array(
+                [[self.link_cost(link, kernel, r, region, p, level) for p in columns] for r in rows]  # type: ignore[arg-type]
+            )
+            table += small[np.ix_(row_of, column_of)]
+        return self._tables.setdefault(key, table)
+
+
+def _distinct(items: Iterator[Placement | Request] | Sequence[Placement | Request]) -> tuple[list[object], list[int]]:
+    known: dict[object, int] = {}
+    where = [known.setdefault(item, len(known)) for item in items]
+    return list(known), where
+
+
+def check_factors(parts: int, factors: Sequence[int] | None) -> tuple[int, ...]:
+    """The factors of the recursion, largest first; prime factors if none are given."""
+    if parts < 1:
+        raise UserError(f"tofu divides work among at least 1 device, got {parts}")
+    if factors is None:
+        found, rest, p = [], parts, 2
+        while rest > 1:
+            while rest % p == 0:
+                found.append(p)
+                rest //= p
+            p += 1 if p * p <= rest else max(1, rest - p)
+        return tuple(sorted(found, reverse=True))
+    if prod(factors) != parts or list(factors) != sorted(factors, reverse=True) or min(factors, default=2) < 2:
+        raise UserError(
+            f"factors of the recursion multiply to the {parts} devices, largest first, got "
+            f"{'·'.join(map(str, factors))}; leave them out for prime factors"
+        )
+    return tuple(factors)
