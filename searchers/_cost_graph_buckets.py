@@ -6,6 +6,7 @@ Reference: Dechter, "Bucket elimination: a unifying framework for reasoning" (19
 from __future__ import annotations
 
 import heapq
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,10 +30,13 @@ class Buckets:
     parent: dict[int, int]
     cost: float
 
-    def choice(self) -> Ints:
-        """An optimal choice; of equals the first option."""
+    def choice(self, given: Mapping[int, int] | None = None) -> Ints:
+        """An optimal choice, of equals the first option; `given` fixes variables eliminated last."""
         found = np.zeros(len(self.order), dtype=np.int64)
         for v in reversed(self.order):
+            if given is not None and v in given:
+                found[v] = given[v]
+                continue
             found[v] = np.argmin(self.tables[v][(slice(None), *(found[u] for u in self.scopes[v]))])
         return found
 
@@ -119,7 +123,7 @@ def _spread(scope: tuple[int, ...], part: Table, axes: tuple[int, ...]) -> Table
 
 
 def marginals(buckets: Buckets) -> list[Table]:
-    """The least cost of any choice that takes an option, for every option of every variable (own component)."""
+    """The least cost of any choice that takes an option, for every option of every variable."""
     full: dict[int, Table] = {}
     for v in reversed(buckets.order):
         table, scope = buckets.tables[v], buckets.scopes[v]
@@ -134,7 +138,8 @@ def marginals(buckets: Buckets) -> list[Table]:
                 above = outside - buckets.messages[v]
             table = table + np.where(np.isnan(above), np.inf, above)[None]
         full[v] = table
-    return [full[v].min(axis=tuple(range(1, full[v].ndim))) for v in range(len(buckets.order))]
+    own = [full[v].min(axis=tuple(range(1, full[v].ndim))) for v in range(len(buckets.order))]
+    return [costs + (buckets.cost - float(costs.min())) for costs in own]  # with the other components'
 
 
 def best_choices(buckets: Buckets, slack: float, most: int) -> list[tuple[float, Ints]]:

@@ -41,7 +41,8 @@ def price_rows(
     units = np.array([max(abs(r.limit), *(float(w.max()) for _, w in r.weights), 1e-300) for r in graph.rows])
     finite = [c[np.isfinite(c)] for c in graph.unary]
     finite += [t[np.isfinite(t)] for _, _, t in graph.edges]
-    box = 1.0 + sum(float(np.ptp(part)) for part in finite if part.size)  # the most that any choice can save
+    saving = sum(float(np.ptp(part)) for part in finite if part.size)  # the most that any choice can save
+    box = 1e4 * (saving or 1.0)  # for rows that are missed by a ten-thousandth of their unit
     for _ in range(rounds):
         buckets = eliminate(graph, order, _extra(graph, prices / units))
         value = buckets.cost - float(prices @ (limits / units))
@@ -61,7 +62,7 @@ def price_rows(
             break
         if deadline is not None and time.monotonic() > deadline:
             break
-        prices, promised = _master(cuts, box * (100.0 if best is None else 1.0))
+        prices, promised = _master(cuts, box)
         if promised <= bound + 1e-9 * max(abs(bound), abs(promised)):
             break
     final = eliminate(graph, order, _extra(graph, best_prices / units))
