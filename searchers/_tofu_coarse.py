@@ -28,8 +28,29 @@ __all__ = ["Coarse", "coarsen"]
 LOOK_BACK = 2
 """How many producers back two kernels of one module must look alike to be merged."""
 MOVERS = frozenset(
-    "view _unsafe_view reshape t transpose permute unsqueeze squeeze clone detach alias unbind split split_with_sizes "
-    "stack cat chunk copy contiguous _to_copy lift_fresh_copy".split()
+    [
+        "view",
+        "_unsafe_view",
+        "reshape",
+        "t",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "clone",
+        "detach",
+        "alias",
+        "unbind",
+        "split",
+        "split_with_sizes",
+        "stack",
+        "cat",
+        "chunk",
+        "copy",
+        "contiguous",
+        "_to_copy",
+        "lift_fresh_copy",
+    ]
 )
 """Kernels that only move elements about."""
 
@@ -169,7 +190,7 @@ def _value_table(graph: Graph, micro_batch: int, value_of: np.ndarray) -> tuple[
     parameters, sources = _source_values(graph)
     found: dict[int, Value] = {}
     for v, number in enumerate(value_of.tolist()):
-        if number in found and not v in parameters:
+        if number in found and v not in parameters:
             continue
         spec = flat.kernel_value_spec[v]
         name = sources.get(v, "")
