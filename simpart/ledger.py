@@ -61,7 +61,10 @@ def class_cost(
     """A ClassCost with its sum."""
     kept, rows = tuple(amounts), tuple(priced)
     seconds = sum(float(amount.seconds[0]) for amount, _ in kept) + sum(row.seconds * times for row, times in rows)
-    return ClassCost(seconds + fixed_s, kept, rows, fixed_s, source, tuple(inside))
+    by_axis: dict[str, float] = {}
+    for axis, part in inside:
+        by_axis[axis] = by_axis.get(axis, 0.0) + part
+    return ClassCost(seconds + fixed_s, kept, rows, fixed_s, source, tuple(by_axis.items()))
 
 
 def priced_rows(estimate: Estimate, place: str) -> list[Priced]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 
 from simpart.engines import Times, compiled
-from simpart.program import Program, TaskKind
+from simpart.program import Program, TaskKind, streams_of
 
 __all__ = ["bottleneck", "critical_path", "gains_of", "limits_of"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 LITTLE = 0.01
 
 
@@ -27,10 +28,13 @@ def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]
 
     `compute` is its own work; `communication pp` waiting while a transfer to it is under way, `communication dp`,
     `tied` and `norm` its gradient collectives (with waiting for other groups to join); `bubble` the rest of its
-    waiting; `overhead` fixed times per step and action. Collectives within actions count under their axis.
+    waiting; `overhead` fixed times per step and action. Collectives within actions count under their axis; in the fine
+    grain, that is what the compute stream waits for them.
     """
     topology, facts = program.topology, program.facts
     assert facts is not None  # simulate checks
+    if program.grain == "fine":
+        return _limits_of_streams(program, times, step_s)
     group = bottleneck(program)
     row = topology.resource_order[topology.resource_indptr[group] : topology.resource_indptr[group + 1]]
     first_reduction = len(topology.class_names) - topology.groups - len(facts.reduction_axes)
@@ -57,6 +61,71 @@ def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]
     return {name: max(0.0, seconds) / step_s if step_s > 0 else 0.0 for name, seconds in shares.items()}
 
 
+def _limits_of_streams(program: Program, times: Times, step_s: float) -> dict[str, float]:
+    """The same from a group's compute stream: each gap is followed back through what the next task waited for."""
+    topology, facts = program.topology, program.facts
+    assert facts is not None and facts.class_overhead_s is not None  # lower gives both
+    group = bottleneck(program)
+    names = ["compute", "communication pp", "bubble", "overhead"]
+    names += [f"communication {axis}" for axis in (*facts.reduction_axes, *facts.class_axes) if axis]
+    shares = dict.fromkeys(names, 0.0)
+    shares["overhead"] = facts.overhead_s
+    waits = _Waits(program, times, group)
+    before = 0.0
+    row = topology.resource_order[topology.resource_indptr[group] : topology.resource_indptr[group + 1]]
+    for task in row.tolist():
+        start, end, c = waits.start[task], waits.end[task], int(topology.task_class[task])
+        waits.attribute(task, before, start, shares)
+        if facts.class_axes[c]:
+            shares[f"communication {facts.class_axes[c]}"] += end - start
+        else:
+            fixed = min(end - start, float(facts.class_overhead_s[c]))
+            shares["overhead"] += fixed
+            shares["compute"] += end - start - fixed
+        before = end
+    streams = np.flatnonzero(np.isin(topology.resource, streams_of(topology, group)))
+    last = int(streams[np.argmax(times.end_s[streams])])
+    if waits.end[last] > before:  # updated parameters are gathered when all is computed
+        shares[f"communication {facts.class_axes[topology.task_class[last]]}"] += waits.end[last] - before
+        before = waits.end[last]
+    shares["bubble"] += step_s - facts.overhead_s - before
+    return {name: max(0.0, seconds) / step_s if step_s > 0 else 0.0 for name, seconds in shares.items()}
+
+
+class _Waits:
+    """What tasks of a group waited for."""
+
+    def __init__(self, program: Program, times: Times, group: int) -> None:
+        topology, facts = program.topology, program.facts
+        assert facts is not None  # simulate checks
+        self.start, self.end = times.start_s.tolist(), times.end_s.tolist()
+        self.indptr, self.predecessors = topology.indptr.tolist(), topology.predecessors.tolist()
+        before = np.full(topology.size, -1)
+        before[topology.resource_order[1:]] = topology.resource_order[:-1]
+        first = topology.resource_indptr[:-1][np.diff(topology.resource_indptr) > 0]
+        before[topology.resource_order[first]] = -1
+        self.before = before.tolist()
+        ours = np.isin(topology.resource, streams_of(topology, group))
+        axes = np.array([f"communication {axis}" if axis else "" for axis in facts.class_axes], dtype=object)
+        names = np.where(ours, axes[topology.task_class], "")
+        self.name = np.where(topology.kind == TaskKind.SEND, "communication pp", names).tolist()
+
+    def attribute(self, task: int, begin: float, end: float, shares: dict[str, float]) -> None:
+        """Seconds of [begin, end), the end being when the task could start: communication as long as a chain of it
+        leads back from the task, bubble from there on."""
+        while end > begin:
+            causes = self.predecessors[self.indptr[task] : self.indptr[task + 1]]
+            if self.before[task] >= 0:
+                causes = [*causes, self.before[task]]
+            cause = max(causes, key=self.end.__getitem__, default=-1)
+            if cause < 0 or not self.name[cause]:
+                shares["bubble"] += end - begin
+                return
+            since = max(begin, self.start[cause])
+            shares[self.name[cause]] += end - since
+            task, end = cause, since
+
+
 def _sending(program: Program, times: Times, task: int, begin: float, end: float) -> float:
     """Seconds of [begin, end) in which the transfer that the task waits for longest occupies its link."""
     topology = program.topology
@@ -76,6 +145,8 @@ def parts_of(program: Program) -> dict[str, Floats]:
     assert facts is not None  # simulate checks
     kind = np.full(task_s.size, -1)
     kind[topology.task_class] = topology.kind
+    if program.grain == "fine":
+        return _parts_of_streams(program, kind)
     first_reduction = task_s.size - topology.groups - len(facts.reduction_axes)
     parts = {
         "overhead": np.where((kind >= 0) & (kind < TaskKind.SEND), np.minimum(task_s, facts.action_overhead_s), 0.0)
@@ -87,6 +158,18 @@ def parts_of(program: Program) -> dict[str, Floats]:
     for r, axis in enumerate(facts.reduction_axes):
         part = parts.setdefault(f"communication {axis}", np.zeros(task_s.size))
         part[first_reduction + r] += task_s[first_reduction + r]
+    parts["compute"] = np.maximum(task_s - sum(parts.values()), 0.0)
+    return parts
+
+
+def _parts_of_streams(program: Program, kind: Ints) -> dict[str, Floats]:
+    facts, task_s = program.facts, program.durations.task_s
+    assert facts is not None and facts.class_overhead_s is not None  # lower gives both
+    parts = {"overhead": np.minimum(task_s, facts.class_overhead_s)}
+    parts["communication pp"] = np.where(kind == TaskKind.SEND, task_s, 0.0)
+    names = np.array(facts.class_axes)
+    for axis in dict.fromkeys(axis for axis in facts.class_axes if axis):
+        parts[f"communication {axis}"] = np.where(names == axis, task_s, 0.0)
     parts["compute"] = np.maximum(task_s - sum(parts.values()), 0.0)
     return parts
 

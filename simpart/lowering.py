@@ -1,5 +1,5 @@
-"""From a plan to a Program, coarse grain: a task per stage, micro-batch and phase, transfers, gradient collectives,
-updates.
+"""From a plan to a Program. Here the coarse grain: a task per stage, micro-batch and phase, transfers, gradient
+collectives, updates (`simpart.fine` is the other).
 
 What is assumed beyond the plan: a group takes as long as its slowest replica; a transfer between stages is one message
 per value and pair of replicas that share samples, one after the other; gradients are reduced once per step, when a
@@ -13,13 +13,13 @@ costs, those that share a stage share its costs.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from simpart.action_costs import ActionCosts
-from simpart.errors import MismatchError, UnsupportedError
+from simpart.errors import MismatchError, UnknownNameError, UnsupportedError
 from simpart.flops import model_flops
 from simpart.flows import flows_of
 from simpart.footprint import Footprints
@@ -34,7 +34,13 @@ from simpart.sharded import StageShares, is_sharded
 from simpart.topology import Reduction, Shape, Transfers, actions_of, build_topology
 from simpart.transfers import CommPrices
 
-__all__ = ["Costed", "Lowering", "lower", "lowering_of"]
+if TYPE_CHECKING:
+    from simpart.fine import FineSettings
+
+__all__ = ["Costed", "Grain", "Lowering", "lower", "lowering_of"]
+
+Grain = Literal["coarse", "fine"]
+"""Tasks are actions, or kernels and collectives."""
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -208,13 +214,17 @@ def lowering_of(problem: Problem) -> Lowering:
     return _kept[problem]
 
 
-def lower(problem: Problem, plan: Plan, grain: Literal["coarse"] = "coarse") -> Program:
-    """The plan as tasks with durations and memory.
+def lower(problem: Problem, plan: Plan, grain: Grain = "coarse", settings: FineSettings | None = None) -> Program:
+    """The plan as tasks with durations and memory; `settings` are those of the fine grain.
 
     Raises UnsupportedError for what is not lowered yet, UserError for a plan that does not fit its problem.
     """
+    if grain == "fine":
+        from simpart.fine import FineSettings, lower_fine
+
+        return lower_fine(lowering_of(problem), plan, settings or FineSettings())
     if grain != "coarse":
-        raise UnsupportedError(f"grain {grain!r} is not lowered in this version; use coarse")
+        raise UnknownNameError("grain", grain, get_args(Grain))
     lowering = lowering_of(problem)
     costed = lowering.cost(plan)
     topology = lowering.topology(plan, costed, "tasks")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -22,6 +22,7 @@ __all__ = [
     "StepFacts",
     "TaskKind",
     "Topology",
+    "streams_of",
 ]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.integer[Any]]]
@@ -39,6 +40,7 @@ class TaskKind(IntEnum):
     SEND = 4  # a point-to-point transfer
     REDUCE = 5  # a gradient collective
     OPTIMIZER = 6
+    COLLECTIVE = 7  # another collective, of the fine grain
 
 
 MEMORY_KINDS = (
@@ -53,7 +55,9 @@ class Topology:
 
     `order` is one topological order of both relations; `resource_order[resource_indptr[r]:resource_indptr[r+1]]` is the
     static order on resource r. `lag` holds, per predecessor edge, a lag class or -1. Resources 0 … groups-1 are the
-    device groups (one row per class of ranks that behave alike); links follow.
+    device groups (one row per class of ranks that behave alike), in the fine grain their compute streams; streams of
+    communication (`stream 2 tp`: of group 2 on axis tp) and links (`link 2>3`) follow. With `parts`, an action may be
+    several tasks of its kind, one after the other.
     """
 
     resource: Ints
@@ -70,10 +74,17 @@ class Topology:
     resource_names: tuple[str, ...]
     groups: int
     class_names: tuple[str, ...]
+    parts: bool = False
 
     @property
     def size(self) -> int:
         return len(self.resource)
+
+
+def streams_of(topology: Topology, group: int) -> list[int]:
+    """Resources of a group: its row, which is its compute stream, and its streams of communication."""
+    streams = [r for r, name in enumerate(topology.resource_names) if name.startswith(f"stream {group} ")]
+    return [group, *streams]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +130,8 @@ class Spread:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """What a step achieves and what it may use. `inside` has the seconds per task class of collectives within
-    actions, by axis. `stages_of_group` are stage numbers, `devices` places in
+    actions, by axis; in the fine grain `class_axes` has the axis of classes that are collectives ("" of others) and
+    `class_overhead_s` the fixed time within each. `stages_of_group` are stage numbers, `devices` places in
     the cluster; the three rows of bytes and factors are per group: of the
     device with the least room. Device bytes are allocated × `allocator_factor` + `reserved_bytes`."""
 
@@ -138,6 +150,8 @@ class StepFacts:
     capacity_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     allocator_factor: tuple[float, ...]
+    class_axes: tuple[str, ...] = ()
+    class_overhead_s: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +165,7 @@ class Flows:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Program:
-    """One plan lowered. `multiplicity[g]` ranks behave like group g's row."""
+    """One plan lowered. `multiplicity[g]` ranks behave like group g's row (and its streams)."""
 
     topology: Topology
     durations: Durations
@@ -160,3 +174,4 @@ class Program:
     spread: Spread | None = None
     facts: StepFacts | None = None
     flows: Flows | None = None
+    grain: Literal["coarse", "fine"] = "coarse"

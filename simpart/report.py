@@ -30,10 +30,12 @@ COLORS = {
     TaskKind.REDUCE: "#a05080",
     TaskKind.OPTIMIZER: "#609060",
     TaskKind.SEND: "#909090",
+    TaskKind.COLLECTIVE: "#c04040",
 }
 NAMES = {
     TaskKind.FORWARD: "forward", TaskKind.BACKWARD: "backward", TaskKind.BACKWARD_WEIGHT: "weight gradient",
     TaskKind.REDUCE: "gradient reduction", TaskKind.OPTIMIZER: "optimizer",
+    TaskKind.COLLECTIVE: "other collective",
 }  # fmt: skip
 MEMORY_COLORS = ("#4878a8", "#80a8d0", "#609060", "#e09050", "#f0c890", "#a05080", "#909090")
 MOST_ROWS = 64

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -15,13 +15,16 @@ from simpart.engines.levels import peak_bytes
 from simpart.errors import UserError
 from simpart.layout import Variant
 from simpart.limits import bottleneck, gains_of, limits_of
-from simpart.lowering import Costed, lower, lowering_of
+from simpart.lowering import Costed, Grain, lower, lowering_of
 from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas, Program, Spread, StepFacts, Topology
+from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas, Program, Spread, StepFacts, Topology, streams_of
 from simpart.schedule import Rows, Schedule, check_rows
 from simpart.stochastic import sample_steps
 from simpart.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
+
+if TYPE_CHECKING:
+    from simpart.fine import FineSettings
 
 __all__ = [
     "Evaluation", "MemoryRow", "SimResult", "chain_times", "evaluate", "makespan", "peak_in_flight", "simulate",
@@ -106,9 +109,12 @@ class SimResult:
         }
 
 
-def simulate_plan(problem: Problem, plan: Plan, engine: Engine = "compiled") -> SimResult:
+def simulate_plan(
+    problem: Problem, plan: Plan, engine: Engine = "compiled", grain: Grain = "coarse",
+    settings: FineSettings | None = None,
+) -> SimResult:  # fmt: skip
     """Lower and simulate one plan."""
-    return simulate(lower(problem, plan), engine)
+    return simulate(lower(problem, plan, grain, settings), engine)
 
 
 def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
@@ -229,7 +235,7 @@ def _why_infeasible(
 def _provenance(program: Program, spread: Spread) -> dict[str, float]:
     """Shares of the bottleneck group's priced time by where the prices come from."""
     topology = program.topology
-    tasks = np.flatnonzero(topology.resource == bottleneck(program))
+    tasks = np.flatnonzero(np.isin(topology.resource, streams_of(topology, bottleneck(program))))
     seconds = spread.by_provenance[topology.task_class[tasks]].sum(axis=0)
     total = float(seconds.sum())
     return {name: float(s) / total if total else 0.0 for name, s in zip(PROVENANCES, seconds, strict=True)}

@@ -18,6 +18,7 @@ _MARKS = {
     TaskKind.SEND: "-",
     TaskKind.REDUCE: "R",
     TaskKind.OPTIMIZER: "O",
+    TaskKind.COLLECTIVE: "c",
 }
 MAX_ROWS = 40
 
@@ -41,6 +42,7 @@ def timeline(result: SimResult, width: int = 100) -> str:
         lines.append(f"… and {len(names) - MAX_ROWS} more rows")
     scale = f"0 … {human_seconds(total)}, a column is {human_seconds(total / columns)}"
     legend = "F forward, B backward, I and W its parts, - transfer, R reduction, O optimizer, . idle"
+    legend += ", c other collective" if result.program.grain == "fine" else ""
     used = ", ".join(f"group {row.group} {human_bytes(row.device_bytes)}" for row in result.memory[:8])
     return "\n".join([*lines, scale, legend, f"peak memory: {used}{' …' if len(result.memory) > 8 else ''}"])
 

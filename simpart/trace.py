@@ -1,4 +1,5 @@
-"""A replayed step for Perfetto (ui.perfetto.dev) or chrome://tracing: rows of device groups and links, flows, memory.
+"""A replayed step for Perfetto (ui.perfetto.dev) or chrome://tracing: rows of device groups (fine grain: and of
+their streams) and links, flows, memory.
 
 Written in the Trace Event Format (JSON): complete events in microseconds, flow arrows from a transfer's producer
 through it to its reader, counters of each group's memory by kind and of what every physical link carries. Tasks that
@@ -32,6 +33,7 @@ _COLORS = {
     TaskKind.SEND: "grey",
     TaskKind.REDUCE: "terrible",
     TaskKind.OPTIMIZER: "good",
+    TaskKind.COLLECTIVE: "bad",
 }
 
 
@@ -68,22 +70,30 @@ def _names(result: SimResult) -> list[dict[str, Any]]:
         if r < topology.groups and facts is not None:
             stages = ", ".join(map(str, facts.stages_of_group[r]))
             name += f": stage {stages} on {program.multiplicity[r]} × {facts.device_names[r]}"
-        process = GROUPS if r < topology.groups else LINKS
-        found += [_metadata("thread_name", process, r, name), _sort(process, r)]
+        process = _process(program, r)
+        place = r
+        if name.startswith("stream "):  # below the group's own row
+            _, group, axis = name.split(" ", 2)
+            place, name = int(group), f"group {group}: {axis} communication"
+        found += [_metadata("thread_name", process, r, name), _sort(process, r, place)]
     return found
+
+
+def _process(program: Program, resource: int) -> int:
+    return LINKS if program.topology.resource_names[resource].startswith("link ") else GROUPS
 
 
 def _metadata(kind: str, process: int, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": {"name": name}}
 
 
-def _sort(process: int, thread: int) -> dict[str, Any]:
-    return {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": thread}}
+def _sort(process: int, thread: int, place: int) -> dict[str, Any]:
+    return {"ph": "M", "name": "thread_sort_index", "pid": process, "tid": thread, "args": {"sort_index": place}}
 
 
 def _row(program: Program, task: int) -> dict[str, int]:
     resource = int(program.topology.resource[task])
-    return {"pid": GROUPS if resource < program.topology.groups else LINKS, "tid": resource}
+    return {"pid": _process(program, resource), "tid": resource}
 
 
 def _tasks(result: SimResult) -> list[dict[str, Any]]:

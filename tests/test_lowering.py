@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from simpart.cost import Costs
 from simpart.costmodels import AlphaBeta, Roofline
-from simpart.errors import MismatchError, UnsupportedError
+from simpart.errors import MismatchError, UnknownNameError, UnsupportedError
 from simpart.graph import Graph
 from simpart.hardware import Device, load_cluster
 from simpart.lowering import lower
@@ -291,8 +291,8 @@ def test_what_is_not_lowered_is_refused_plainly() -> None:
     sharded = dataclasses.replace(good, shardings=(("s", Sharding()),), mode="compiled")
     with pytest.raises(UnsupportedError, match="compiled"):
         lower(dataclasses.replace(p, mode="compiled"), sharded)
-    with pytest.raises(UnsupportedError, match="fine"):
-        lower(p, good, grain="fine")  # type: ignore[arg-type]
+    with pytest.raises(UnknownNameError, match="coarse, fine"):
+        lower(p, good, grain="finest")  # type: ignore[arg-type]
 
 
 def test_plans_of_another_problem_are_refused() -> None:

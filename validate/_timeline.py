@@ -82,7 +82,7 @@ def predicted_timelines(result: SimResult) -> list[Timeline]:
     topology, times = result.program.topology, result.times
     names = {
         TaskKind.FORWARD: "F", TaskKind.BACKWARD: "B", TaskKind.BACKWARD_INPUT: "I", TaskKind.BACKWARD_WEIGHT: "W",
-        TaskKind.REDUCE: "reduce", TaskKind.OPTIMIZER: "optimizer",
+        TaskKind.REDUCE: "reduce", TaskKind.OPTIMIZER: "optimizer", TaskKind.COLLECTIVE: "collective",
     }  # fmt: skip
     found: list[Timeline] = []
     for group in range(topology.groups):

@@ -26,6 +26,7 @@ def prediction_document(plan: Plan | None, result: SimResult | None, why: str = 
     predicted = dict.fromkeys(PREDICTED) if result is None else result.to_json()
     return {
         "plan": None if plan is None else plan_to_json(plan),
+        "grain": None if result is None else result.program.grain,
         "feasible": result is not None and result.feasible,
         "why_infeasible": why if result is None else result.why_infeasible,
         "predicted": predicted,

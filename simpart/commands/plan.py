@@ -13,8 +13,15 @@ from simpart.commands._coverage import (
     print_coverage,
     stop_if_extrapolated,
 )
+from simpart.commands._grain import grain_options, settings_of
 from simpart.commands._place import PLACE
-from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
+from simpart.commands._problem import (
+    build_problem,
+    configuration_of,
+    configuration_options,
+    freeze_costs,
+    problem_options,
+)
 
 __all__ = ["plan"]
 
@@ -25,12 +32,16 @@ __all__ = ["plan"]
 @click.argument("model")
 @problem_options()
 @configuration_options()
+@grain_options()
 @click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
 @coverage_options()
 @click.option("--explain", is_flag=True, help="Print how every op is split and what that makes move.")
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def plan(
     model: str,
+    grain: str,
+    prefetch: int,
+    overlap: bool,
     output: Path | None,
     profile_next: int | None,
     fail_if_extrapolated: float | None,
@@ -48,7 +59,9 @@ def plan(
     configuration = configuration_of(options)
     problem = build_problem(model, options)
     made = configure(problem, configuration)
-    result = simulate_plan(problem, made)
+    settings = settings_of(grain, prefetch, overlap)
+    result = simulate_plan(problem, made, grain=grain, settings=settings)  # type: ignore[arg-type]
+    freeze_costs(problem, options)
     if output is not None:
         graph = problem.graph.at(max(made.batch.sizes[0]))
         save_plan(output, PlanFile(plan=made, training=problem.training, cluster=problem.cluster, graph=graph))

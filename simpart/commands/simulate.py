@@ -14,8 +14,16 @@ from simpart.commands._coverage import (
     print_coverage,
     stop_if_extrapolated,
 )
+from simpart.commands._grain import grain_options, settings_of
 from simpart.commands._place import PLACE
-from simpart.commands._problem import build_problem, configuration_of, configuration_options, problem_options
+from simpart.commands._problem import (
+    build_problem,
+    configuration_of,
+    configuration_options,
+    costs_of,
+    freeze_costs,
+    problem_options,
+)
 from simpart.errors import UserError
 
 __all__ = ["simulate"]
@@ -29,6 +37,7 @@ __all__ = ["simulate"]
     "--engine", type=click.Choice(["compiled", "simpy", "contention"]), default="compiled", show_default=True,
     help="simpy is the slow reference; contention lets transfers share links.",
 )  # fmt: skip
+@grain_options()
 @click.option("--trace", type=PLACE, default=None, help="Perfetto trace to write.")
 @click.option("--report", type=PLACE, default=None, help="Page (.html) or picture (.png, .svg).")
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")
@@ -36,6 +45,9 @@ __all__ = ["simulate"]
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def simulate(
     target: str,
+    grain: str,
+    prefetch: int,
+    overlap: bool,
     engine: str,
     trace: Path | None,
     report: Path | None,
@@ -52,7 +64,9 @@ def simulate(
     from simpart.simulation import simulate_plan
 
     problem, plan = problem_of(target, options)
-    result = simulate_plan(problem, plan, engine=engine)  # type: ignore[arg-type]
+    settings = settings_of(grain, prefetch, overlap)
+    result = simulate_plan(problem, plan, engine, grain, settings)  # type: ignore[arg-type]
+    freeze_costs(problem, options)
     if trace is not None:
         from simpart.trace import save_trace
 
@@ -84,8 +98,8 @@ def refuse_options() -> None:
     """A plan file says all that a configuration would: options that would go unheard are refused."""
     context = click.get_current_context()
     mine = (
-        "store", "no_profiles", "engine", "trace", "report", "timeline", "profile_next", "fail_if_extrapolated",
-        "as_json", "target",
+        "store", "no_profiles", "costs", "freeze_costs", "engine", "grain", "prefetch", "overlap", "trace", "report",
+        "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target",
     )  # fmt: skip
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
@@ -99,11 +113,10 @@ def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
     if path.suffix == ".json" or (path.is_file() and path.suffix != ".graph"):
         from simpart.plan_format import load_plan
         from simpart.problem import Problem
-        from simpart.registry import default_costs
 
         refuse_options()
         file = load_plan(path)
-        costs = default_costs(file.cluster, store=options["store"], profiles=not options["no_profiles"])
+        costs = costs_of(file.cluster, options)
         problem = Problem(
             graph=file.graph,
             training=file.training,

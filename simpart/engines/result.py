@@ -62,6 +62,13 @@ def completes_backward(topology: Topology) -> Bools:
     """Tasks after which the gradients of a stage's parameters are there."""
     kind = topology.kind
     found: Bools = (kind == int(TaskKind.BACKWARD)) | (kind == int(TaskKind.BACKWARD_WEIGHT))
+    if topology.parts:  # of an action's tasks the last
+        row = topology.resource_order[: topology.resource_indptr[topology.groups]]
+        row = row[kind[row] < TaskKind.SEND]
+        same = np.ones(max(0, row.size - 1), dtype=bool)
+        for column in (topology.resource, kind, topology.stage, topology.micro_batch):
+            same &= column[row[1:]] == column[row[:-1]]
+        found[row[:-1][same]] = False
     return found
 
 

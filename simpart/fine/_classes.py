@@ -1,0 +1,60 @@
+"""Task classes of a fine-grain program while they are collected: equal tasks share one."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+
+import numpy as np
+
+from simpart.cost import Collective
+from simpart.ledger import ClassCost
+
+__all__ = ["Classes", "collective_words"]
+
+Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
+
+
+class Classes:
+    """Costs, names, axes and overheads by class; the coarse class that each belongs to (for memory; -1: none), and
+    whether it is the first and the last task of its action on the compute stream. `sent` are the group, axis and
+    collectives of those that are communication; `known` finds a class by what makes it."""
+
+    def __init__(self) -> None:
+        self.costs: list[ClassCost] = []
+        self.names: list[str] = []
+        self.axes: list[str] = []
+        self.overhead_s: list[float] = []
+        self.coarse: list[int] = []
+        self.ends: list[tuple[bool, bool]] = []
+        self.sent: dict[int, tuple[int, str, tuple[Collective, ...]]] = {}
+        self.known: dict[Hashable, int] = {}
+
+    def add(
+        self, cost: ClassCost, name: str, *, axis: str = "", overhead_s: float = 0.0, coarse: int = -1,
+        ends: tuple[bool, bool] = (False, False),
+    ) -> int:  # fmt: skip
+        """A new class."""
+        self.costs.append(cost)
+        self.names.append(name)
+        self.axes.append(axis)
+        self.overhead_s.append(overhead_s)
+        self.coarse.append(coarse)
+        self.ends.append(ends)
+        return len(self.costs) - 1
+
+    def rows(self, table: Table, end: int | None) -> Table:
+        """Rows of a coarse table for these classes: for tasks at one end of their action, or (None) for all of them."""
+        found = np.zeros((len(self.coarse), table.shape[1]))
+        for c, coarse in enumerate(self.coarse):
+            if coarse >= 0 and (end is None or self.ends[c][end]):
+                found[c] = table[coarse]
+        return found
+
+
+def collective_words(axis: str, collectives: Sequence[Collective]) -> str:
+    """`tp all-reduce`, `dp 12 × all-gather`."""
+    kinds: dict[str, int] = {}
+    for collective in collectives:
+        kinds[collective.kind] = kinds.get(collective.kind, 0) + 1
+    words = [f"{n} × {k}" if n > 1 else k for k, n in kinds.items()]
+    return f"{axis} " + ", ".join(word.replace("_", "-") for word in words)
