@@ -27,31 +27,10 @@ __all__ = ["Coarse", "coarsen"]
 
 LOOK_BACK = 2
 """How many producers back two kernels of one module must look alike to be merged."""
-MOVERS = frozenset(
-    [
-        "view",
-        "_unsafe_view",
-        "reshape",
-        "t",
-        "transpose",
-        "permute",
-        "unsqueeze",
-        "squeeze",
-        "clone",
-        "detach",
-        "alias",
-        "unbind",
-        "split",
-        "split_with_sizes",
-        "stack",
-        "cat",
-        "chunk",
-        "copy",
-        "contiguous",
-        "_to_copy",
-        "lift_fresh_copy",
-    ]
-)
+MOVERS = frozenset({
+    "view", "_unsafe_view", "reshape", "t", "transpose", "permute", "unsqueeze", "squeeze", "clone", "detach", "alias",
+    "unbind", "split", "split_with_sizes", "stack", "cat", "chunk", "copy", "contiguous", "_to_copy",
+})  # fmt: skip
 """Kernels that only move elements about."""
 
 

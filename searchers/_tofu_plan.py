@@ -1,5 +1,4 @@
-"""A partition as a plan of simpart: one stage on a mesh with an axis per step, every kernel a strategy, all state at rest
-in shards."""
+"""A partition as a plan: one stage on a mesh with an axis per step, a strategy per kernel, all state in shards."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from math import inf, prod
 
 import numpy as np
 
-from simpart.placement import Partial, Placement, Replicate, Shard
+from simpart.placement import Partial, Placement, Replicate
 from simpart.searchers._cost_graph import CostGraph, Level, Table, minimise, near_optimal
-from simpart.searchers._tofu_regions import Region, device_received, divides
+from simpart.searchers._tofu_regions import device_received
 from simpart.searchers._tofu_steps import Assignment, State, Step, Steps
 from simpart.searchers._tofu_work import KernelState, Link, Request, place_at
 
@@ -91,19 +91,14 @@ def _choices(step: Step, most: int, slack: float) -> list[tuple[float, tuple[int
     if most == 1:
         solution = minimise(step.graph, level="quick")
         if solution.choice is not None:
-            return [(_price(step.graph, solution.choice), tuple(map(int, solution.choice)))]
+            return [(step.cost(solution.choice), tuple(map(int, solution.choice)))]
         return []
     best = minimise(step.graph, level="quick")
     room = slack * best.cost + CLOSE * max(abs(best.cost), 1e-300)
     found = [tuple(map(int, c)) for c in near_optimal(step.graph, room, most)] or (
         [tuple(map(int, best.choice))] if best.choice is not None else []
     )
-    return [(_price(step.graph, c), c) for c in found]
-
-
-def _price(graph: CostGraph, choice: Sequence[int]) -> float:
-    total = sum(float(costs[x]) for costs, x in zip(graph.unary, choice, strict=True))
-    return total + sum(float(table[choice[i], choice[j]]) for i, j, table in graph.edges)
+    return [(step.cost(c), c) for c in found]
 
 
 def tie_range(steps: Steps, most: int = 100_000) -> tuple[float, float]:
@@ -278,8 +273,7 @@ def lone_bound(steps: Steps) -> float:
     sizes = sorted(set(factors))
     for k, kernel in enumerate(work.kernels):
         outside = [x for x in work.links_of[k] if work.group_of[work.node_of_value(x.value)] != work.group_of[k]]
-        outside = [x for x in outside if any(divides(Region(work.values[x.value].shape), Shard(d), p)
-                                             for p in sizes for d in range(len(work.values[x.value].shape)))]  # fmt: skip
+        outside = [x for x in outside if _can_be_cut(work.values[x.value].shape, sizes)]
         if not outside:
             continue
         rows = set()
@@ -299,6 +293,10 @@ def lone_bound(steps: Steps) -> float:
             best = min(best, float(weights @ (stays - 1)))
         total += work.counts[k] * (0.0 if best == inf else best)
     return total
+
+
+def _can_be_cut(shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
+    return any(n % parts == 0 for parts in sizes for n in shape)
 
 
 def _stays(request: Request, link: Link) -> bool:

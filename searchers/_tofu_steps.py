@@ -28,13 +28,15 @@ Wish = tuple[bool, int, Shard]
 Weigh = Callable[[int, Placement, Placement, float], float]
 """(number of the step, how it lies, how it is needed, bytes received in one group) to cost."""
 R = Replicate()
+TASTE = 1e-8
 MOST_STRIDED = 3
 """Strided cuts that are tried for one value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Domain:
-    """The assignments of a group in one state, and the state each leads to."""
+    """The assignments of a group in one state, and the state each leads to. `unary` are costs, `taste` says what is
+    better among equals, so small that it decides nothing else."""
 
     group: int
     state: int
@@ -42,6 +44,7 @@ class Domain:
     assignments: tuple[Assignment, ...]
     following: tuple[int, ...]
     unary: Floats
+    taste: Floats
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +56,11 @@ class Step:
 
     def following(self, choice: Sequence[int]) -> State:
         return tuple(d.following[x] for d, x in zip(self.domains, choice, strict=True))
+
+    def cost(self, choice: Sequence[int]) -> float:
+        """Of a choice, without taste."""
+        total = sum(float(d.unary[x]) for d, x in zip(self.domains, choice, strict=True))
+        return total + sum(float(table[choice[i], choice[j]]) for i, j, table in self.graph.edges)
 
     def assignments(self, choice: Sequence[int]) -> tuple[Assignment, ...]:
         return tuple(d.assignments[x] for d, x in zip(self.domains, choice, strict=True))
@@ -68,7 +76,7 @@ class Steps:
 
     work: Workload
     factors: tuple[int, ...]
-    rules: Rules = Rules()
+    rules: Rules = field(default_factory=Rules)
     weigh: Weigh | None = None
     prefer: Callable[[int, Sequence[Assignment], Sequence[object]], Sequence[int]] | None = None
     _numbers: list[dict[tuple[object, ...], int]] = field(default_factory=list)
@@ -153,7 +161,7 @@ class Steps:
             table = self.table(domains[a], domains[b])
             if table.any():
                 edges.append((a, b, table))
-        return Step(CostGraph(unary=tuple(d.unary for d in domains), edges=tuple(edges)), domains)
+        return Step(CostGraph(unary=tuple(d.unary + d.taste for d in domains), edges=tuple(edges)), domains)
 
     def _survey(self, parts: int) -> None:
         """Which dims of values some kernel can use, and strided cuts: what one kernel offers is asked of those that
@@ -252,7 +260,8 @@ class Steps:
                     after.append(cut(before, chosen, self.factors[level]))
             following.append(self._number(group, tuple(after)))
         unary = self._unary(group, number, assignments, level)
-        made = Domain(group, number, level, tuple(assignments), tuple(following), unary)
+        taste = self._taste(group, content, assignments)
+        made = Domain(group, number, level, tuple(assignments), tuple(following), unary, taste)
         return self._domains.setdefault(key, made)
 
     def _assignments(self, group: int, number: int, level: int) -> list[Assignment]:
@@ -351,6 +360,20 @@ class Steps:
                     request, place = assignment[x], assignment[at[other]]
                     assert isinstance(request, Request) and not isinstance(place, Request)
                     costs[row] += self.link_cost(link, kernel, request, region, place, level)
+        return costs
+
+    def _taste(self, group: int, content: Sequence[object], assignments: Sequence[Assignment]) -> Floats:
+        """A hundred-millionth of the bytes of values that are cut once more along a dim."""
+        work, costs = self.work, np.zeros(len(assignments))
+        for x, node in enumerate(self.work.groups[group] if self.rules.unnested else ()):
+            region = content[x]
+            if isinstance(region, Region):
+                value = work.values[node - len(work.kernels)]
+                size = prod(value.shape) * value.itemsize * value.count
+                for row, assignment in enumerate(assignments):
+                    place = assignment[x]
+                    if isinstance(place, Shard) and region.shape[place.dim] < value.shape[place.dim]:
+                        costs[row] += TASTE * self.cost(0, Shard(0), R, size)
         return costs
 
     def link_cost(

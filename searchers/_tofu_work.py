@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from math import inf
 from typing import Protocol
 
 from simpart.placement import Halo, Partial, Placement, Replicate, Shard
@@ -82,9 +81,11 @@ class EinsumKernel:
 @dataclass(frozen=True, slots=True)
 class AtenKernel:
     """A kernel of a captured graph; its requests are derived from its description. Sums that come in as terms of a
-    linear kernel, and halos, are left out: the one is no partition of the paper, the other cannot be run."""
+    linear kernel, and halos, are left out: the one is no partition of the paper, the other cannot be run. Nor can a
+    table whose rows are looked up be cut along them twice: `is_table_cut` says that it has been."""
 
     call: Call
+    is_table_cut: bool = False
 
     @property
     def inputs(self) -> tuple[tuple[int, ...], ...]:
@@ -103,12 +104,12 @@ class AtenKernel:
             places = (*split.strategy.inputs, *split.strategy.outputs)
             if split.strategy in found or not any(isinstance(p, Shard) for p in places):
                 continue
-            if any(isinstance(p, Halo) for p in places) or split.windows:
+            if any(isinstance(p, Halo) for p in places) or split.windows or (split.masked and self.is_table_cut):
                 continue
             inputs = tuple(p for p in split.strategy.inputs if not isinstance(p, Halo))
             found[split.strategy] = Request(
                 split.label, inputs, split.strategy.outputs, sum(e.elements for e in split.exchanges),
-                AtenKernel(local_call(self.call, split, parts)),
+                AtenKernel(local_call(self.call, split, parts), self.is_table_cut or bool(split.masked)),
             )  # fmt: skip
         return tuple(found.values())
 
@@ -180,11 +181,12 @@ class Workload:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
     """What a search may choose. `reduce`: kernels may leave terms to be summed (ICML18: no). `whole`: values may also
-    stay whole (beyond Tofu). `largest_bytes`: what a kernel may hold while it runs."""
+    stay whole (beyond Tofu). `unnested`: among equals, cut a value along a dim that is still whole: conversions of
+    nested cuts undo the inner one first when they run."""
 
     reduce: bool = True
     whole: bool = False
-    largest_bytes: float = inf
+    unnested: bool = False
 
     def allows(self, request: Request) -> bool:
         return self.reduce or not any(isinstance(p, Partial) for p in request.outputs)
