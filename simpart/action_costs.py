@@ -14,8 +14,7 @@ from simpart.layout import Arrangement, Layout, Layouts, Variant, value_bytes
 from simpart.ledger import ClassCost, Priced, class_cost, moving
 from simpart.plan import Plan
 from simpart.pricing import Amount
-from simpart.sharded import StageShare, StageShares, local_share, price_kernels
-from simpart.split_backward import weight_share
+from simpart.sharded import StageShare, StageShares, local_parts
 from simpart.transfers import CommPrices
 
 __all__ = ["ActionCosts"]
@@ -123,7 +122,9 @@ class ActionCosts:
     def _parts(self, plan: Plan, layout: Layout, s: int, variant: Variant, sharded: int) -> _Parts:
         graph, ops, regions = self.layouts.stage(plan, layout, s, variant.micro_batch)
         if sharded >= 0:
-            return self._sharded_parts(plan, layout, s, variant, graph)
+            share = self.share(plan, layout, s, variant)
+            again = [share.again] if share.again is not None else []
+            return _Parts([share.forward], [share.inputs], [share.weights], again, [share.backward])
         key = (self.layouts.structure(plan, layout, s, variant.micro_batch), variant.micro_batch, variant.device.name)
         if key not in self.parts:
             price = self.layouts.problem.prices([variant.micro_batch], variant.device)[variant.micro_batch]
@@ -134,32 +135,19 @@ class ActionCosts:
             self.parts[key] = _Parts(forward, inputs, weights, again, backward)
         return self.parts[key]
 
-    def _sharded_parts(self, plan: Plan, layout: Layout, s: int, variant: Variant, graph: Graph) -> _Parts:
-        problem, share = self.layouts.problem, self.share(plan, layout, s, variant)
-        part = weight_share(graph)
-        inputs, weights = [], []
-        for amount in np.unique(part):
-            kernels = np.flatnonzero(part == amount).tolist()
-            found = price_kernels(graph, share.flow, problem.costs.compute, variant.device, problem.mode, kernels)[1]
-            if amount < 1:
-                inputs.append(found.total(np.array([1.0 - amount])))
-            if amount > 0:
-                weights.append(found.total(np.array([amount])))
-        again = [share.again] if share.again is not None else []
-        return _Parts([share.forward], inputs, weights, again, [share.backward])
-
     def _accumulation(self, plan: Plan, layout: Layout, s: int, device: Device, sharded: int) -> Amount:
         """Adding a micro-batch's gradients: each time into a buffer that is reduced, else all but the first time."""
         count, group = plan.batch.micro_batches, plan.groups[plan.stages[s].group]
         rows, _, accumulate = self.layouts.problem.update_prices(device)
-        weights = np.zeros(accumulate.seconds.size)
-        tied = layout.tied_values
+        values = [v for v in layout.partition.parameters[s].tolist() if v in rows]
         once = 1.0 if group.replicas > 1 else (count - 1) / count
-        for value in layout.partition.parameters[s].tolist():
-            if value in rows:
-                part = local_share(plan, group, layout.graph.parameters[value], "gradient") if sharded >= 0 else 1.0
-                weights[rows[value]] += part * (1.0 if value in tied else once)
-        return accumulate.total(weights)
+        times = np.full(len(values), once)
+        if layout.tied_values:
+            times[[v in layout.tied_values for v in values]] = 1.0
+        if sharded >= 0:
+            times *= local_parts(layout.graph, plan, group).gradient[values]
+        chosen = np.array([rows[v] for v in values], dtype=np.int64)
+        return accumulate.total(np.bincount(chosen, weights=times, minlength=accumulate.seconds.size))
 
 
 def _counts(graph: Graph, ops: Ints) -> Floats:

@@ -135,7 +135,7 @@ class Footprints:
             flat = layout.flat_bytes(plan, g, training)
             if sharded >= 0:
                 whole = max(1, state.gradients)
-                state = local_state(layout.graph, training, plan, plan.groups[g], layout.held[g].tolist())
+                state = local_state(layout.graph, training, plan, plan.groups[g], layout.held[g])
                 flat = int(flat * state.gradients / whole)
             besides = update_transient_bytes(training, variant.device, state)
             numbers = (state.parameters, state.optimizer_state, flat, state.gradients - flat, besides)

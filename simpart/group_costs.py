@@ -19,7 +19,7 @@ from simpart.layout import Arrangement, Layout, Replicas
 from simpart.ledger import ClassCost, class_cost, moving
 from simpart.plan import Plan
 from simpart.pricing import Amount
-from simpart.sharded import StageShare, bucketed, kernel_value, local_share
+from simpart.sharded import StageShare, bucketed, kernel_value, local_parts
 from simpart.topology import Reduction
 from simpart.transfers import Load, Message, busiest, loads, messages, sharing
 
@@ -185,13 +185,10 @@ class GroupCosts:
         slowest: tuple[float, Amount, Device] | None = None
         for device in dict.fromkeys(v.device for v in arrangement.variants[g]):
             rows, update, _ = problem.update_prices(device)
-            weights = np.zeros(update.seconds.size)
-            for value in layout.held[g].tolist():
-                if value in rows:
-                    part = 1.0
-                    if shares is not None:
-                        part = local_share(plan, group, layout.graph.parameters[value], "optimizer")
-                    weights[rows[value]] += part
+            values = [v for v in layout.held[g].tolist() if v in rows]
+            chosen = np.array([rows[v] for v in values], dtype=np.int64)
+            parts = None if shares is None else local_parts(layout.graph, plan, group).optimizer[values]
+            weights = np.bincount(chosen, weights=parts, minlength=update.seconds.size).astype(np.float64)
             amount = update.total(weights)
             if slowest is None or amount.seconds[0] > slowest[0]:
                 slowest = (float(amount.seconds[0]), amount, device)

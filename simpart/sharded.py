@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,8 +20,10 @@ from simpart.conversions import collective_of
 from simpart.cost import Collective, ComputeModel, Signature, unique
 from simpart.graph import Graph, Phase, Source
 from simpart.hardware import Cluster, Device
+from simpart.interning import Interner
 from simpart.kernels import Mode
-from simpart.memory import StateBytes, state_of
+from simpart.local_prices import LocalPrices
+from simpart.memory import StateBytes, state_table, storages_of
 from simpart.plan import DeviceGroup, Plan
 from simpart.pricing import Amount, sum_rows
 from simpart.problem import Problem
@@ -28,16 +31,31 @@ from simpart.sharding.flow import Conversion, Flow, flows
 from simpart.sharding.mesh import Axes, Layout, Use, axis_members, local_signature, mesh_of, rest_layout
 from simpart.signatures import signatures_of
 from simpart.sizes import DTYPE_BYTES
+from simpart.split_backward import weight_share
 from simpart.tdl.local import local_shape
 from simpart.training import TrainingSpec
 from simpart.transfers import sharing
 
 __all__ = [
-    "Sent", "StageShare", "StageShares", "bucketed", "converted_bytes", "is_sharded", "kernel_value", "local_bytes",
-    "local_elements", "local_share", "local_state", "price_kernels", "sent_by",
+    "LocalParts",
+    "Sent",
+    "StageShare",
+    "StageShares",
+    "bucketed",
+    "converted_bytes",
+    "is_sharded",
+    "kernel_value",
+    "local_bytes",
+    "local_elements",
+    "local_parts",
+    "local_share",
+    "local_state",
+    "price_kernels",
+    "sent_by",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 Role = Literal["value", "boundary", "parameter", "gradient", "update", "exchange"]
 
 
@@ -114,21 +132,17 @@ def local_elements(shape: tuple[int, ...], layout: Layout, axes: Axes) -> int:
 
 def local_bytes(graph: Graph, flow: Flow) -> Ints:
     """Bytes that one device holds of each kernel-level value; whole where the flow does not know it."""
-    known: dict[tuple[int, Layout], int] = {}
-    whole: dict[int, int] = {}
-    sizes = np.empty(len(graph.flat.kernel_value_spec), dtype=np.int64)
-    for value, spec in enumerate(graph.flat.kernel_value_spec):
-        layout = flow.layouts.get(value)
-        if layout is None:
-            if id(spec) not in whole:
-                whole[id(spec)] = spec.bytes(flow.micro_batch)
-            sizes[value] = whole[id(spec)]
-            continue
-        key = (id(spec), layout)
-        if key not in known:
+    specs, axes = graph.flat.kernel_value_spec, flow.axes
+    sizes: Ints = storages_of(graph, flow.micro_batch).bytes.copy()
+    known: dict[tuple[int, int], int] = {}
+    for value, layout in flow.layouts.items():
+        spec = specs[value]
+        key = (id(spec), id(layout))
+        size = known.get(key)
+        if size is None:
             shape = spec.shape(flow.micro_batch)
-            known[key] = local_elements(shape, layout, flow.axes) * DTYPE_BYTES[spec.dtype]
-        sizes[value] = known[key]
+            size = known[key] = local_elements(shape, layout, axes) * DTYPE_BYTES[spec.dtype]
+        sizes[value] = size
     return sizes
 
 
@@ -172,12 +186,14 @@ def is_sharded(plan: Plan) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """One device's share of a stage at one micro-batch size. `again` is the forward of recomputed regions, of which
-    `sent_again` holds the collectives."""
+    """One device's share of a stage at one micro-batch size. `inputs` and `weights` are the two parts of a split
+    backward; `again` is the forward of recomputed regions, of which `sent_again` holds the collectives."""
 
     flow: Flow
     forward: Amount
     backward: Amount
+    inputs: Amount
+    weights: Amount
     again: Amount | None
     sent: tuple[Sent, ...]
     sent_again: tuple[Sent, ...]
@@ -191,30 +207,32 @@ class StageShares:
     """Shares of the stages of one problem's plans; equal stages are analysed once."""
 
     problem: Problem
+    prices: LocalPrices = field(init=False)
+    numbers: Interner = field(default_factory=Interner)
     known: dict[tuple[Any, ...], StageShare] = field(default_factory=dict)
     flows: dict[tuple[Any, ...], tuple[Flow, ...]] = field(default_factory=dict)
+    sizes: dict[int, tuple[Flow, Ints]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.prices = LocalPrices(self.problem.costs.compute, self.problem.mode)
 
     def of(
         self, plan: Plan, graph: Graph, s: int, micro_batch: int, device: Device, regions: Sequence[Ints]
     ) -> StageShare:
         """The share of stage s on a replica of this micro-batch and kind of device."""
-        stage = plan.stages[s]
+        stage, number = plan.stages[s], self.numbers.of
+        shapes = (number(plan.stages), number(tuple(group.axes for group in plan.groups)))
+        split = (number(plan.shardings), number(plan.state))
         group = plan.groups[stage.group]
-        shapes = tuple((plan.groups[x.group].axes, x.ops, x.sharding) for x in plan.stages)
-        key = (
-            graph.fingerprint,
-            shapes,
-            plan.shardings,
-            plan.state,
-            group,
-            stage.recompute,
-            s,
-            micro_batch,
-            device.name,
-        )
+        key = (graph.fingerprint, *shapes, *split, number(group), s, micro_batch, device.name)
         if key not in self.known:
-            flows_key = key[:5]
+            # Regions that are run again change what a stage costs, not how its values lie.
+            bare = tuple((plan.groups[x.group].axes, x.ops, x.sharding) for x in plan.stages)
+            flows_key = (graph.fingerprint, number(bare), *split, micro_batch)
             if flows_key not in self.flows:
+                if len(self.flows) >= KEPT_FLOWS:
+                    self.flows.clear()
+                    self.sizes.clear()
                 self.flows[flows_key] = flows(plan, graph, [micro_batch] * len(plan.stages))
             self.known[key] = self._share(self.flows[flows_key][s], group, device, graph, regions)
         return self.known[key]
@@ -222,19 +240,29 @@ class StageShares:
     def _share(
         self, found: Flow, group: DeviceGroup, device: Device, graph: Graph, regions: Sequence[Ints]
     ) -> StageShare:
-        costs, cluster, mode = self.problem.costs, self.problem.cluster, self.problem.mode
-        forward, backward = price_kernels(graph, found, costs.compute, device, mode)
+        cluster, forward = self.problem.cluster, graph.flat.kernel_forward
+        prices = self.prices.of(graph, found, device)
+        there = forward[prices.kernels].astype(np.float64)
+        share = (1.0 - there) * weight_share(graph)[prices.kernels]
         again: Amount | None = None
         sent_again: tuple[Sent, ...] = ()
         if regions:
-            inside = np.isin(graph.flat.kernel_op, np.concatenate(regions)) & graph.flat.kernel_forward
-            again, _ = price_kernels(graph, found, costs.compute, device, mode, np.flatnonzero(inside).tolist())
+            inside = np.isin(graph.flat.kernel_op, np.concatenate(regions)) & forward
+            again = prices.total(inside[prices.kernels].astype(np.float64))
             sent_again = tuple(sent_by(_only(found, inside), group, cluster))
         kept, largest = converted_bytes(found)
+        if id(found) not in self.sizes:
+            self.sizes[id(found)] = (found, local_bytes(graph, found))
         return StageShare(
-            flow=found, forward=forward, backward=backward, again=again, sent=tuple(sent_by(found, group, cluster)),
-            sent_again=sent_again, value_bytes=local_bytes(graph, found), kept_bytes=kept, largest_bytes=largest,
+            flow=found, forward=prices.total(there), backward=prices.total(1.0 - there),
+            inputs=prices.total(1.0 - there - share), weights=prices.total(share), again=again,
+            sent=tuple(sent_by(found, group, cluster)), sent_again=sent_again, value_bytes=self.sizes[id(found)][1],
+            kept_bytes=kept, largest_bytes=largest,
         )  # fmt: skip
+
+
+KEPT_FLOWS = 256
+"""Flows of whole plans kept at once; a deep model's takes about a megabyte."""
 
 
 def _only(found: Flow, inside: npt.NDArray[np.bool_]) -> Flow:
@@ -263,30 +291,50 @@ def local_share(
     return local_elements(shape, layout, axes) / max(1, prod(shape))
 
 
-def local_state(
-    graph: Graph, training: TrainingSpec, plan: Plan, group: DeviceGroup, values: Iterable[int]
-) -> StateBytes:
+class LocalParts(NamedTuple):
+    """By op-level value number, the part of a parameter, of its gradient and of its optimizer state that one device
+    keeps between uses: 1 where nothing divides it."""
+
+    parameter: Floats
+    gradient: Floats
+    optimizer: Floats
+
+
+_parts: WeakKeyDictionary[Graph, dict[tuple[Any, ...], LocalParts]] = WeakKeyDictionary()
+
+
+def local_parts(graph: Graph, plan: Plan, group: DeviceGroup) -> LocalParts:
+    """What a device of the group keeps of every parameter; worked out once per placement of state and mesh."""
+    axes = mesh_of(group.axes)
+    known = _parts.setdefault(graph, {})
+    key = (plan.state, axes)
+    if key not in known:
+        if len(known) >= KEPT_FLOWS:
+            known.clear()
+        table = np.ones((3, len(graph.flat.value_op)))
+        for value, source in graph.parameters.items() if plan.state else ():
+            rest, shape = plan.state_of(source)[1], source.spec.shape(1)
+            for row, places in enumerate((rest.parameter, rest.gradient, rest.optimizer)):
+                if places:
+                    table[row, value] = local_elements(shape, rest_layout(places, axes), axes) / max(1, prod(shape))
+        known[key] = LocalParts(*table)
+    return known[key]
+
+
+def local_state(graph: Graph, training: TrainingSpec, plan: Plan, group: DeviceGroup, values: Ints) -> StateBytes:
     """Bytes of state that one device of the group keeps, see `memory.state_of`."""
-    sources = dict(graph.all_sources())
-    total = np.zeros(5)
-    for value in values:
-        whole, source = state_of(graph, training, [value]), sources[value]
-        if source.kind == "parameter":
-            p = local_share(plan, group, source, "parameter")
-            g = local_share(plan, group, source, "gradient")
-            o = local_share(plan, group, source, "optimizer")
-        else:
-            p = g = o = 1.0
-        total[:3] += whole.parameters * p, whole.gradients * g, whole.optimizer_state * o
-        total[3] = max(total[3], whole.largest_elements * o)
-        total[4] += whole.elements * o
-    parameters, gradients, optimizer, largest, elements = (int(x) for x in total)
+    parts = local_parts(graph, plan, group)
+    whole = state_table(graph, training)[:, values]
+    parameters, gradients, optimizer = (
+        int((row * part[values]).sum()) for row, part in zip(whole[:3], parts, strict=True)
+    )
+    elements = whole[3] * parts.optimizer[values]
     return StateBytes(
         parameters=parameters,
         gradients=gradients,
         optimizer_state=optimizer,
-        largest_elements=largest,
-        elements=elements,
+        largest_elements=int(elements.max(initial=0)),
+        elements=int(elements.sum()),
     )
 
 
