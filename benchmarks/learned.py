@@ -9,9 +9,11 @@ residual counts, software offsets and spreads. Takes about ten minutes on two id
 from __future__ import annotations
 
 import argparse
+import json
+import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,47 +55,115 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("data", type=Path)
     parser.add_argument("-o", "--output", type=Path)
-    parser.add_argument("--only", nargs="*", help="sections, by family")
+    parser.add_argument("--only", nargs="*", help=f"sections to renew: {', '.join(TITLES)}")
     options = parser.parse_args()
-    parts = [INTRODUCTION]
-    for family, text in sections(options.data / "ops", options.only):
-        say(f"{family} done")
-        parts.append(text)
+    texts = known_sections(options.output) if options.only and options.output else {}
+    for title, text in sections(options.data / "ops", options.only):
+        say(f"{title} done")
+        texts[title] = text
         if options.output:  # what is done stays when the rest is stopped
-            write_atomically(options.output, "\n".join([*parts, LIMITS]))
+            write_atomically(options.output, page(texts))
     if not options.output:
-        print("\n".join([*parts, LIMITS]))
+        print(page(texts))
+
+
+def page(texts: Mapping[str, str]) -> str:
+    return "\n".join(
+        [INTRODUCTION, *(f"## {title}\n{texts[title]}" for title in TITLES.values() if title in texts), LIMITS]
+    )
+
+
+def known_sections(path: Path) -> dict[str, str]:
+    """Sections of an earlier run by title, so that some can be renewed."""
+    if not path.exists():
+        return {}
+    parts = path.read_text().split("\n## ")[1:]
+    found = {part.partition("\n")[0]: part.partition("\n")[2] for part in parts}
+    return {title: text.rstrip("\n") + "\n" for title, text in found.items() if title in TITLES.values()}
+
+
+TITLES = {
+    "gemm16": "bf16 products",
+    "gemm8": "fp8 products (per-tensor scales)",
+    "attention16": "Attention, forward, causal, bf16, from 64 tokens",
+    "attention16full": "Attention, forward, full, bf16, from 64 tokens",
+    "gemm32": "fp32 linear, published split of NeuSight",
+    "bgemm32": "fp32 bmm, published split of NeuSight",
+    "memory32": "fp32 elementwise, softmax, norms, published split of NeuSight",
+    "conv32": "conv2d fp32",
+    "memory16": "fp16 norms, activations, rope, add: one device from the other",
+    "moe16": "Mixture of experts, bf16",
+    "speed": "Speed",
+}
 
 
 def sections(ops: Path, only: Sequence[str] | None) -> Iterator[tuple[str, str]]:
-    products = tables(ops / "op_gemm_aic.parquet")
-    wanted = only or ("gemm16", "gemm8", "attention16", "neusight", "conv32", "memory16", "moe16")
-    if "gemm16" in wanted:
-        table = products["gemm16"].at(products["gemm16"].device != "Arc-Pro-B60")
-        yield "gemm16", "## bf16 products\n" + lodo(table, floors=True) + transfers(table) + unseen_shapes(table)
-    if "gemm8" in wanted:
-        yield "gemm8", "## fp8 products (per-tensor scales)\n" + lodo(without_slow(products["gemm8"]))
-    if "attention16" in wanted:
-        table = without_slow(tables(ops / "op_attention_fwd_aic.parquet")["attention16"])
-        table = table.at(table.dims["seq"] >= 64)
-        yield "attention16", "## Attention, forward, causal, bf16, from 64 tokens\n" + lodo(table)
-        full = without_slow(tables(ops / "op_attention_encoder_aic.parquet")["attention16full"])
-        full = full.at(full.dims["seq"] >= 64)
-        yield "attention16full", "## Attention, forward, full, bf16, from 64 tokens\n" + lodo(full)
-    if "neusight" in wanted:
-        found = tables(ops / "op_neusight.parquet")
-        for family, title in (("gemm32", "linear"), ("bgemm32", "bmm"), ("memory32", "elementwise, softmax, norms")):
-            yield family, f"## fp32 {title}, published split of NeuSight\n" + published(found[family])
-    if "conv32" in wanted:
-        yield "conv32", "## conv2d fp32\n" + lodo(tables(ops / "op_neusight_conv.parquet")["conv32"])
-    if "memory16" in wanted:
-        yield (
-            "memory16",
-            "## fp16 norms, activations, rope, add: one device from the other\n"
-            + lodo(tables(ops / "op_vidur_mlp.parquet")["memory16"]),
-        )
-    if "moe16" in wanted:
-        yield "moe16", "## Mixture of experts, bf16\n" + lodo(without_slow(tables(ops / "op_moe_aic.parquet")["moe16"]))
+    """(title, text) of what is wanted, by the keys of TITLES; all unless `only` says which."""
+    wanted = only or tuple(TITLES)
+
+    def one(key: str, file: str, judge: Callable[[Measurements], str]) -> Iterator[tuple[str, str]]:
+        if key in wanted:
+            yield TITLES[key], judge(without_slow(tables(ops / file)[key]))
+
+    yield from one("gemm16", "op_gemm_aic.parquet", lambda t: lodo(t, floors=True) + transfers(t) + unseen_shapes(t))
+    yield from one("gemm8", "op_gemm_aic.parquet", lodo)
+    yield from one("attention16", "op_attention_fwd_aic.parquet", lambda t: lodo(t.at(t.dims["seq"] >= 64)))
+    yield from one("attention16full", "op_attention_encoder_aic.parquet", lambda t: lodo(t.at(t.dims["seq"] >= 64)))
+    for key in ("gemm32", "bgemm32", "memory32"):
+        yield from one(key, "op_neusight.parquet", published)
+    yield from one("conv32", "op_neusight_conv.parquet", lodo)
+    yield from one("memory16", "op_vidur_mlp.parquet", lodo)
+    yield from one("moe16", "op_moe_aic.parquet", lodo)
+    if "speed" in wanted:
+        yield TITLES["speed"], speed()
+
+
+def speed() -> str:
+    """Time to load the shipped models and to estimate 10,000 signatures, in a process of its own."""
+    found = json.loads(subprocess.run([sys.executable, "-c", SPEED], capture_output=True, text=True, check=True).stdout)
+    return (
+        f"Shipped models, {found['bytes'] / 1e6:.1f} MB, loaded in {found['load_s']:.2f} s; {found['signatures']} "
+        f"distinct signatures (products, attention, pointwise, norms; forward and backward) estimated in "
+        f"{1e3 * found['estimate_s']:.0f} ms (best of five, {found['machine']}, one thread). Imported meanwhile: "
+        f"{', '.join(found['heavy']) or 'neither torch nor scikit-learn nor numba'}.\n"
+    )
+
+
+SPEED = """
+import json, os, platform, sys, time
+os.environ["OMP_NUM_THREADS"] = "1"
+start = time.perf_counter()
+from simpart.costmodels.learned import Learned, shipped_models
+from simpart.cost import Signature, SignatureTable, TensorForm
+from simpart.costmodels.learned._artifact import SHIPPED
+from simpart.hardware import load_device
+imported = time.perf_counter()
+shipped_models()
+load_s = time.perf_counter() - imported
+
+def form(*shape, dtype="bfloat16"):
+    return TensorForm(shape, dtype, tuple(range(len(shape))))
+
+rows = []
+for i in range(2500):
+    m, n, k = 128 + 8 * (i % 50), 256 + 64 * (i // 50), 1024
+    rows.append(Signature("aten.mm.default", (form(m, k), form(k, n)), (form(m, n),)))
+    q = form(1 + i % 8, 8, 64 + 16 * (i // 8), 64)
+    rows.append(Signature("aten._scaled_dot_product_flash_attention.default", (q, q, q), (q,), '[[0.0,true]]'))
+    rows.append(Signature("aten.gelu.default", (form(m, n),), (form(m, n),)))
+    norm = (form(m, n), form(n), form(n))
+    rows.append(Signature("aten.native_layer_norm.default", norm, (form(m, n),)))
+table, device = SignatureTable(tuple(rows)), load_device("a100")
+times = []
+for _ in range(5):
+    start = time.perf_counter()
+    Learned().estimate(table, device)
+    times.append(time.perf_counter() - start)
+heavy = [name for name in ("torch", "sklearn", "numba", "pandas") if name in sys.modules]
+machine = f"{platform.machine()}, {os.cpu_count()} cores"
+found = {"load_s": load_s, "estimate_s": min(times), "signatures": len(set(rows)), "heavy": heavy}
+print(json.dumps({**found, "bytes": SHIPPED.stat().st_size, "machine": machine}))
+"""
 
 
 def tables(path: Path) -> dict[str, Measurements]:

@@ -21,7 +21,7 @@ from simpart.files import dump_json, write_atomically, write_document
 
 __all__ = ["SHIPPED", "load_models", "save_models"]
 
-KIND, VERSION = "simpart-compute-models", 1
+KIND, VERSION = "simpart-compute-models", 2
 SHIPPED = Path(__file__).parent.parent / "artifacts" / "compute.npz"
 _BOOST = ("features", "thresholds", "leaves")
 
@@ -36,12 +36,15 @@ def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
             arrays[f"{name}.constants{i}"] = constants
         if model.boost is not None:
             arrays.update({f"{name}.{part}": getattr(model.boost, part) for part in _BOOST})
+        for i, boost in enumerate(model.alone.values()):
+            arrays.update({f"{name}.alone{i}.{part}": getattr(boost, part) for part in _BOOST})
         described[name] = {
             "variants": len(model.constants),
             "trees": model.boost is not None,
             "sheets": {d: {n: _plain(getattr(s, n)[0]) for n in NUMBERS} for d, s in model.sheets.items()},
             "domain": model.domain,
             "ops": model.ops,
+            "alone": list(model.alone),
             "weight": model.weight,
             "offsets": model.offsets,
             "spreads": model.spreads,
@@ -79,6 +82,10 @@ def load_models(path: Path | str = SHIPPED) -> dict[str, FamilyModel]:
             raise FormatError(
                 f"{path} has version {header['version']}; this simpart reads up to {VERSION}: update simpart"
             )
+        if header["version"] < VERSION:
+            raise FormatError(
+                f"{path} has version {header['version']}, which this simpart reads no more; run simpart fit"
+            )
         if header["digest"] != _digest(arrays):
             raise FormatError(f"{path} is corrupt: its arrays are not those it was written with; run simpart fit")
         return {name: _model(name, item, arrays) for name, item in header["families"].items() if name in FAMILY_MODELS}
@@ -94,6 +101,10 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
     if len(constants) != len(family.variants) or any(len(c) != len(family.constants) for c in constants):
         raise ValueError(f"family {name} has another number of constants")
     boost = Boost(**{part: arrays[f"{name}.{part}"] for part in _BOOST}) if item["trees"] else None
+    alone = {
+        device: Boost(**{part: arrays[f"{name}.alone{i}.{part}"] for part in _BOOST})
+        for i, device in enumerate(item["alone"])
+    }
     sheets = {
         device: Sheet(**{n: np.array([np.nan if v is None else v], dtype=np.float64) for n, v in numbers.items()})
         for device, numbers in item["sheets"].items()
@@ -105,6 +116,7 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
         family=name,
         constants=constants,
         boost=boost,
+        alone=alone,
         sheets=sheets,
         domain={k: (float(a), float(b)) for k, (a, b) in item["domain"].items()},
         ops=tuple(item["ops"]),

@@ -5,7 +5,8 @@
 Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; on a `new` one
 a share of the residual counts that did best on held-out devices, and between devices with stacked memory a quarter of
 what the nearest trained one scaled by the roofline says; a `far` one (peak or bandwidth FAR times beyond the trained
-range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere.
+range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere. A device
+that was trained on, or a sibling of it, also takes the trees that were grown for that one alone.
 """
 
 from __future__ import annotations
@@ -16,10 +17,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from simpart.costmodels.learned._boost import Boost
-from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, regime_of
+from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows
 from simpart.costmodels.learned._sheet import Sheet, distance
 
-__all__ = ["STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "one_kind", "software_keys"]
+__all__ = [
+    "SIZES", "STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "one_kind", "size_of", "software_keys",
+    "stacked",
+]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -33,14 +37,18 @@ RATIO_SHARE = 0.25
 _STACKED = 10e9  # bytes/s per multiprocessor from which memory is stacked on the chip (HBM)
 _LEAST_FLOOR = 0.3  # of a measured floor that is not the work of the smallest kernel itself
 
+SIZES = ("<5us", "<20us", "<200us", ">=200us")
+_SIZE_EDGES = np.log([5e-6, 20e-6, 200e-6])
+_UNLIKE = 1.2  # how much wider intervals are where no trained device has memory of this kind
+
 Spreads = Mapping[str, Mapping[str, tuple[float, float]]]
-"""Status → regime → (shared, own) log-sd."""
+"""Status → size of the predicted time → (shared, own) log-sd."""
 
 _PRIOR_SPREADS: Spreads = {
-    "seen": dict.fromkeys(REGIMES, (0.04, 0.08)),
-    "sibling": dict.fromkeys(REGIMES, (0.10, 0.10)),
-    "new": dict.fromkeys(REGIMES, (0.20, 0.15)),
-    "far": dict.fromkeys(REGIMES, (0.30, 0.20)),
+    "seen": dict.fromkeys(SIZES, (0.04, 0.08)),
+    "sibling": dict.fromkeys(SIZES, (0.10, 0.10)),
+    "new": dict.fromkeys(SIZES, (0.20, 0.15)),
+    "far": dict.fromkeys(SIZES, (0.30, 0.20)),
 }
 
 
@@ -58,7 +66,8 @@ class Prediction:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FamilyModel:
     """What `train` learns about a family. `domain` is (least, most) of each dim; `sheets` those of trained devices.
-    `offsets`: software → regime → how much longer (in logs) it takes than the median software, on any device.
+    `offsets`: software → regime → how much longer (in logs) it takes than the median software, on any device. `alone`
+    are trees grown on what `boost` leaves of one device.
     """
 
     family: str
@@ -67,6 +76,7 @@ class FamilyModel:
     sheets: Mapping[str, Sheet]
     domain: Mapping[str, tuple[float, float]]
     ops: tuple[str, ...] = ()
+    alone: Mapping[str, Boost] = field(default_factory=dict)
     weight: float = 0.5
     offsets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     spreads: Spreads = field(default_factory=lambda: _PRIOR_SPREADS)
@@ -101,9 +111,15 @@ class FamilyModel:
 
     def residual(self, rows: Rows, analytic: Floats, like: Sheet | None = None) -> Floats:
         """What the trees add to the analytic log seconds, as on a device with the descriptors of `like`."""
+        return self._residual(rows, analytic, like or rows.sheet, None)
+
+    def _residual(self, rows: Rows, analytic: Floats, like: Sheet, device: str | None) -> Floats:
+        """`residual`, with what a trained device has besides."""
         if self.boost is None:
             return np.zeros(len(rows))
-        return self.boost.predict(columns_of(FAMILY_MODELS[self.family], rows, analytic, like or rows.sheet))
+        columns = columns_of(FAMILY_MODELS[self.family], rows, analytic, like)
+        found = self.boost.predict(columns)
+        return found + self.alone[device].predict(columns) if device in self.alone else found
 
     def predict(self, rows: Rows, device: str, floor_s: float | None = None) -> Prediction:
         """Rows of one device, whose sheet has one entry. A measured floor of a device not trained on replaces the
@@ -115,21 +131,22 @@ class FamilyModel:
             floor_s = floor
         analytic = self.analytic(rows, floor_s)
         if status == "seen":
-            logs = analytic + self.residual(rows, analytic)
+            logs = analytic + self._residual(rows, analytic, sheet, device)
         elif status == "sibling":
-            logs = analytic + self.residual(rows, analytic, self.sheets[self.nearest(sheet)])
+            near = self.nearest(sheet)
+            logs = analytic + self._residual(rows, analytic, self.sheets[near], near)
         elif status == "far":
             logs = analytic
         else:
             logs = analytic if one_kind(self.sheets) else analytic + self.weight * self.residual(rows, analytic)
-            near = self.nearest_stacked(sheet)
-            if near is not None:
-                logs = (1.0 - RATIO_SHARE) * logs + RATIO_SHARE * self._scaled_from(rows, self.sheets[near])
+            like = self.nearest_stacked(sheet)
+            if like is not None:
+                logs = (1.0 - RATIO_SHARE) * logs + RATIO_SHARE * self._scaled_from(rows, self.sheets[like])
         logs = np.maximum(logs, np.log(family.bound_s(rows)))
         inside = np.ones(len(rows), dtype=bool)
         for name, (low, high) in self.domain.items():
             inside &= (rows.dims[name] >= 0.99 * low) & (rows.dims[name] <= 1.01 * high)
-        shared, own = self._spread(status, regime_of(family, rows))
+        shared, own = self._spread(status, sheet, size_of(logs))
         widened = np.where(inside, 1.0, 1.5)
         return Prediction(log_seconds=logs, shared=shared, own=own * widened, status=status, inside=inside)
 
@@ -145,10 +162,10 @@ class FamilyModel:
 
     def nearest_stacked(self, sheet: Sheet) -> str | None:
         """The nearest trained device with stacked memory, for one that has it too."""
-        stacked = [name for name, known in self.sheets.items() if _stacked(known)]
-        if not (_stacked(sheet) and stacked):
+        alike = [name for name, known in self.sheets.items() if stacked(known)]
+        if not (stacked(sheet) and alike):
             return None
-        return min(stacked, key=lambda name: distance(self.sheets[name], sheet))
+        return min(alike, key=lambda name: distance(self.sheets[name], sheet))
 
     def lever(self, sheet: Sheet) -> float:
         """How much of `weight` times the residual reaches the prediction of a new device."""
@@ -165,9 +182,17 @@ class FamilyModel:
         found: Floats = known + self.residual(there, known) + np.log(family.bound_s(rows) / family.bound_s(there))
         return found
 
-    def _spread(self, status: str, regime: Ints) -> tuple[Floats, Floats]:
-        table = np.array([self.spreads[status][name] for name in REGIMES], dtype=np.float64)
-        return table[regime, 0], table[regime, 1]
+    def _spread(self, status: str, sheet: Sheet, size: Ints) -> tuple[Floats, Floats]:
+        table = np.array([self.spreads[status][name] for name in SIZES], dtype=np.float64)
+        if status in ("new", "far") and all(stacked(known) != stacked(sheet) for known in self.sheets.values()):
+            table *= _UNLIKE
+        return table[size, 0], table[size, 1]
+
+
+def size_of(log_seconds: Floats) -> Ints:
+    """Index into SIZES of each predicted time: errors of short kernels are larger, and have other reasons."""
+    found: Ints = np.searchsorted(_SIZE_EDGES, log_seconds, side="right").astype(np.int64)
+    return found
 
 
 def software_keys(software: str) -> tuple[str, ...]:
@@ -207,7 +232,8 @@ def _with_floor(family: Family, variant: object, constants: Floats, sheet: Sheet
     return changed
 
 
-def _stacked(sheet: Sheet) -> bool:
+def stacked(sheet: Sheet) -> bool:
+    """Whether a device has its memory stacked on the chip, by the bandwidth of a multiprocessor."""
     return bool(sheet.bandwidth[0] / sheet.multiprocessors[0] >= _STACKED)
 
 

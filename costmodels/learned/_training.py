@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simpart.costmodels.learned._boost import fit_boost
+from simpart.costmodels.learned._boost import Boost, fit_boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, op_codes, regime_of
 from simpart.costmodels.learned._fitting import fit_constants
 from simpart.costmodels.learned._measurements import Measurements, row_codes
-from simpart.costmodels.learned._model import FamilyModel, Spreads, columns_of, one_kind, software_keys
+from simpart.costmodels.learned._model import (
+    SIZES,
+    STATUSES,
+    FamilyModel,
+    Spreads,
+    columns_of,
+    one_kind,
+    size_of,
+    software_keys,
+)
 from simpart.costmodels.learned._sheet import Sheet, sheet_of, stack_sheets
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
@@ -21,17 +30,23 @@ __all__ = ["HeldOut", "calibrated", "errors_on", "fit_family", "rows_of", "sheet
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Columns = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
 _PER_DEVICE = 350  # rows that fit the constants
 _TREE_ROWS = 5000  # and the trees
-_PRIOR_SHARPENING = 3.0  # priors of constants are narrower than what devices scatter by; twice so for one kind
+_PRIOR_SHARPENING = 3.0  # priors of constants are narrower than what devices scatter by,
+_ONE_KIND = 4.0  # and so many times narrower where one kind of device was measured: it says little of another
 _Z90 = 1.645
 _QUICK = {"trees": 150, "depth": 6}
 _FULL = {"trees": 300, "depth": 6}
+_ALONE_TREES, _ALONE_ROWS = 250, 500
 _LEAST_TREES, _ROWS_PER_TREE = 40, 10
 _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
 _SOFTWARE_ROWS = 20
 WEIGHTS = (0.0, 0.5, 1.0)
+_SIBLINGS_SHARE = 2 / 3
+_FAR_WIDER = 1.2
+_LEAST_OF_PRIOR = 0.5
 _CLEARLY = 0.93
 SLOW_FLOOR_S = 10e-6
 
@@ -75,7 +90,7 @@ def train(
     rows, target = rows_of(few, sheets), np.log(few.latency_s)
     bound = np.log(family.bound_s(rows))
     values = np.array(list(family.constants.values()))
-    sharpening = _PRIOR_SHARPENING * (2.0 if one_kind(sheets) else 1.0)
+    sharpening = _PRIOR_SHARPENING * (_ONE_KIND if one_kind(sheets) else 1.0)
     centre, spread = np.log(values[:, 0]), values[:, 1] / (prior_sharpening or sharpening)
     constants = tuple(
         fit_constants(lambda c, v=variant: np.maximum(np.log(v(c, rows)), bound), target, centre, spread)  # type: ignore[misc]
@@ -100,10 +115,23 @@ def train(
     columns = columns_of(family, rows, analytic, rows.sheet)
     size = _QUICK if quick else _FULL
     trees = min(size["trees"], max(_LEAST_TREES, len(many) // _ROWS_PER_TREE))
-    boost = fit_boost(
-        columns, np.log(many.latency_s) - analytic, weights, trees=trees, depth=size["depth"], rate=0.15, seed=seed
+    left = np.log(many.latency_s) - analytic
+    boost = fit_boost(columns, left, weights, trees=trees, depth=size["depth"], rate=0.15, seed=seed)
+    return replace(
+        model, boost=boost, alone={} if quick else _alone(many, columns, left - boost.predict(columns), seed)
     )
-    return replace(model, boost=boost)
+
+
+def _alone(table: Measurements, columns: Columns, left: Floats, seed: int) -> dict[str, Boost]:
+    """Trees of single devices, of those with rows enough, on what the common ones leave."""
+    found = {}
+    for name in table.devices():
+        mine = table.device == name
+        if mine.sum() >= _ALONE_ROWS:
+            trees = min(_ALONE_TREES, int(mine.sum()) // _ROWS_PER_TREE)
+            part, ones = np.ascontiguousarray(columns[:, mine]), np.ones(int(mine.sum()))
+            found[name] = fit_boost(part, left[mine], ones, trees=trees, depth=6, rate=0.1, share=0.5, seed=seed)
+    return found
 
 
 def fingerprint(table: Measurements) -> str:
@@ -130,7 +158,7 @@ class HeldOut:
     a weight of one, over what they did."""
 
     status: str
-    rows: Rows
+    size: Ints
     error: Floats
     gain: Floats
     weight: float
@@ -166,7 +194,7 @@ def errors_on(model: FamilyModel, test: Measurements, device: str) -> HeldOut:
     found = model.predict(rows, device)
     return HeldOut(
         status=found.status,
-        rows=rows,
+        size=size_of(found.log_seconds),
         error=found.log_seconds - truth,
         gain=model.lever(rows.sheet) * model.residual(rows, model.analytic(rows)),
         weight=model.weight,
@@ -246,10 +274,9 @@ def _thinned(table: Measurements, most: int, seed: int) -> Measurements:
 def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: float = 0.0) -> FamilyModel:
     """The model with the weight of its residual and its spreads from errors on held-out devices.
 
-    Rows of a device share its bias, so a device is one observation: the spread of a (status, regime) is that of the
-    worst device, and of all regimes together where a device has few rows. `scatter` is the least own log-sd.
+    Rows of a device share its bias, so a device is one observation, and a spread the root mean square over devices.
+    `scatter` is the least log-sd.
     """
-    family = FAMILY_MODELS[model.family]
     new = [h for h in held_out.values() if h.status == "new"]
     weight = model.weight
     if new:
@@ -257,7 +284,6 @@ def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: flo
         best = min(WEIGHTS, key=lambda w: (scores[w], w))
         if scores[best] < _CLEARLY * scores[weight]:  # few devices: what they chose by a hair says nothing
             weight = best
-    found: dict[str, dict[str, tuple[float, float]]] = {}
     errors_by_device = {}
     for device, held in held_out.items():
         error = held.error_with(weight)
@@ -266,32 +292,54 @@ def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: flo
             "median": round(float(np.median(np.abs(np.expm1(error)))), 4),
             "bias": round(float(np.expm1(np.median(error))), 4),
         }  # fmt: skip
-        regime = regime_of(family, held.rows)
-        for number, name in enumerate(REGIMES):
-            chosen = error[regime == number] if (regime == number).sum() >= 30 else error
-            total = float(np.quantile(np.abs(chosen), 0.9)) / _Z90
-            shared = min(abs(float(np.median(chosen))), 0.95 * total)
-            old = found.setdefault(held.status, {}).get(name, (0.0, 0.0))
-            if total > np.hypot(*old):
-                found[held.status][name] = (shared, float(np.sqrt(total**2 - shared**2)))
+    found = {}
+    for status in STATUSES:
+        counting = _counting(status, held_out.values())
+        if counting:
+            found[status] = _pooled([(h.error_with(weight), h.size, share) for h, share in counting])
     facts = {**model.facts, "held_out": errors_by_device}
     return replace(model, weight=weight, spreads=_completed(found, model.spreads, scatter), facts=facts)
 
 
+def _counting(status: str, held_out: Iterable[HeldOut]) -> list[tuple[HeldOut, float]]:
+    """Held-out devices that speak for a status, and how much: new and far ones for both, siblings of others in part,
+    since few devices were ever held out."""
+    if status not in ("new", "far"):
+        return [(h, 1.0) for h in held_out if h.status == status]
+    shares = {"new": 1.0, "far": 1.0, "sibling": _SIBLINGS_SHARE}
+    found = [(h, shares[h.status]) for h in held_out if h.status in shares]
+    return found if any(share == 1.0 for _, share in found) else []
+
+
+def _pooled(held_out: Sequence[tuple[Floats, Ints, float]]) -> dict[str, tuple[float, float]]:
+    """Per size (shared, own) log-sd from (errors, sizes, share) of each device: mean squares over devices of median and
+    of 90 % quantile, that of the size and that of all rows counting equally."""
+    whole = sum(share for *_, share in held_out)
+    found = {}
+    for number, name in enumerate(SIZES):
+        total = shared = 0.0
+        for error, size, share in held_out:
+            every = float(np.quantile(np.abs(error), 0.9)) / _Z90
+            mine = error[size == number] if (size == number).sum() >= 30 else error
+            total += share / whole * 0.5 * (every**2 + (float(np.quantile(np.abs(mine), 0.9)) / _Z90) ** 2)
+            shared += share / whole * float(np.median(mine)) ** 2
+        shared = min(shared, 0.9 * total)
+        found[name] = (float(np.sqrt(shared)), float(np.sqrt(total - shared)))
+    return found
+
+
 def _completed(found: Mapping[str, Mapping[str, tuple[float, float]]], prior: Spreads, scatter: float) -> Spreads:
-    """Every status: measured ones at least a share of the prior, since few devices were seen; a status that no held-out
+    """Every status: measured ones at least half the prior, since few devices were seen; a status that no held-out
     device had takes the prior, a far one that of a new one, wider."""
     complete: dict[str, dict[str, tuple[float, float]]] = {}
-    for status, least in (("seen", 0.5), ("sibling", 0.6), ("new", 0.5), ("far", 0.7)):
-        source = found.get(status)
-        if source is None and status == "far" and "new" in found:
-            source = {name: (1.3 * shared, 1.1 * own) for name, (shared, own) in found["new"].items()}
-        source = source or prior[status]
-        complete[status] = {
-            name: (
-                max(source[name][0], least * prior[status][name][0]),
-                max(source[name][1], least * prior[status][name][1], scatter),
-            )
-            for name in REGIMES
-        }
+    for status in STATUSES:
+        source = found.get(status, prior[status])
+        wider = _FAR_WIDER if status == "far" and status in found else 1.0
+        complete[status] = {}
+        for name in SIZES:
+            shared, own = wider * source[name][0], wider * source[name][1]
+            least = max(scatter, _LEAST_OF_PRIOR * float(np.hypot(*prior[status][name])))
+            if np.hypot(shared, own) < least:
+                own = float(np.sqrt(least**2 - shared**2))
+            complete[status][name] = (shared, own)
     return complete
