@@ -4,7 +4,7 @@ receives."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import count
@@ -22,6 +22,7 @@ __all__ = [
     "conversions",
     "convertible",
     "received_bytes",
+    "single_steps",
 ]
 
 Shape = tuple[int, ...]
@@ -96,6 +97,24 @@ def collective_of(step: Step, ranks: tuple[int, ...], concurrent: int = 1, dtype
     kind: CollectiveKind = "p2p" if step.kind == "halo" else step.kind
     members = ranks[:2] if kind == "p2p" else ranks
     return Collective(kind, step.bytes, members, concurrent, dtype)
+
+
+def single_steps(
+    shape: Shape, itemsize: int, state: State, axis: int, targets: Iterable[Placement | Halo], sizes: Sequence[int]
+) -> Iterator[tuple[State, Step]]:
+    """The layouts that one step on one axis leads to, of these targets, each with its step."""
+    before, all_sizes = state[axis], tuple(sizes)
+    if isinstance(before, Halo) or _group_shape(shape, state, all_sizes, None) is None:
+        return
+    group = _group_shape(shape, state, all_sizes, axis)
+    for after in targets:
+        following = (*state[:axis], after, *state[axis + 1 :])
+        if after == before or group is None or _blocked(before, after, state[axis + 1 :]):
+            continue
+        if _group_shape(shape, following, all_sizes, None) is not None:
+            step = _step(axis, before, after, group, itemsize, all_sizes[axis])
+            if step is not None:
+                yield following, step
 
 
 # --- the search ------------------------------------------------------------------------------------------------------
