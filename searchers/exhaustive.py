@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
 from simpart.problem import Problem
-from simpart.searchers._chain_plans import stages_text, why_no_plans
-from simpart.searchers._points import Points
-from simpart.searching import Candidate, Control
+from simpart.searchers._chain_plans import why_no_plans
+from simpart.searchers._points import BATCH, SLOWEST, Points, batched
+from simpart.searching import Candidate, Control, Proposal
 
 __all__ = ["Exhaustive"]
 
@@ -23,10 +24,11 @@ class Exhaustive:
     """
 
     name: str = "exhaustive"
+    objective: str = SLOWEST
     most_blocks: int = 12
     most_plans: int = 2_000
 
-    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Proposal]:
         """Every plan, in a fixed order; a reason where even whole models on one stage are too many."""
         points = Points(problem, control, self.most_blocks)
         for blocks in range(self.most_blocks - 1, 0, -1):
@@ -34,17 +36,18 @@ class Exhaustive:
                 break
             control.check()
             points = Points(problem, control, blocks)
-        planned = set()
         if len(points) > self.most_plans:
             why = f"{len(points)} plans are more than {self.most_plans}; narrow the space, or use another searcher"
             yield Candidate(plan=None, family="any stages", why=why)
             return
-        for done, point in enumerate(points, 1):
+        least_s, done = math.inf, 0
+        for batch in batched(points, BATCH):
             control.check()
-            planned.add(len(point.stages))
             control.report(done=done, total=len(points))
-            yield Candidate(
-                plan=points.plan(point), family=stages_text(len(point.stages)), objective_s=points.estimate_s(point)
-            )
-        if not planned:
-            yield from why_no_plans(problem, {}, planned)
+            candidates = [points.candidate(point) for point in batch]
+            least_s, done = min([least_s, *(c.objective_s for c in candidates)]), done + len(batch)
+            yield candidates
+        if done:
+            control.report(done=done, total=done, bound=least_s)
+        else:
+            yield from why_no_plans(problem, {}, set())

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpart.problem import Problem
-from simpart.searchers._chain_plans import stages_text, why_no_plans
-from simpart.searchers._points import Points
-from simpart.searching import Candidate, Control
+from simpart.searchers._chain_plans import why_no_plans
+from simpart.searchers._points import BATCH, SLOWEST, Points
+from simpart.searching import Control, Proposal
 
 __all__ = ["Random"]
 
@@ -20,19 +20,17 @@ class Random:
     """`draws` plans: a shape, a number of stages, cuts and replica counts, each with equal chances."""
 
     name: str = "random"
+    objective: str = SLOWEST
     most_blocks: int = 32
     draws: int = 256
 
-    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
-        """Plans in the order drawn; a reason if there is none at all."""
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Proposal]:
+        """Plans in the order drawn, several at a time; a reason if there is none at all."""
         points = Points(problem, control, self.most_blocks)
         if not len(points):
             yield from why_no_plans(problem, {}, set())
             return
-        for done in range(self.draws):
+        for done in range(0, self.draws, BATCH):
             control.check()
-            point = points.draw(rng)
             control.report(done=done, total=self.draws)
-            yield Candidate(
-                plan=points.plan(point), family=stages_text(len(point.stages)), objective_s=points.estimate_s(point)
-            )
+            yield [points.candidate(points.draw(rng)) for _ in range(min(BATCH, self.draws - done))]

@@ -23,6 +23,8 @@ COMMANDS = {
     "plan": ("simpart.commands.plan:plan", "Make a plan from a configuration given by hand."),
     "simulate": ("simpart.commands.simulate:simulate", "Predict step time and memory of a plan or configuration."),
     "search": ("simpart.commands.search:search", "Search for the best plan on a cluster."),
+    "compare": ("simpart.commands.compare:compare", "Compare searchers on one problem."),
+    "diff": ("simpart.commands.diff:diff", "What differs between two plans."),
     "profile": ("simpart.commands.profile:profile", "Measure ops and links of this machine."),
     "fit": ("simpart.commands.fit:fit", "Learn kernel times from measurements."),
     "evaluate": ("simpart.commands.evaluate:evaluate", "Accuracy against published measurements."),

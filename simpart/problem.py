@@ -37,6 +37,10 @@ class Space:
     max_micro_batches: int | None = None
     uneven_replicas: bool = False
     use_fewer_devices: bool = False
+    tp: tuple[int, ...] = (1,)
+    """Tensor-parallel degrees; of the searchers here, grid proposes others than 1."""
+    zero: tuple[int, ...] = (0,)
+    """ZeRO stages; likewise."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -1,30 +1,35 @@
-"""The loop around a searcher: budgets, simulation of what it proposes, ranking, logging, interruption."""
+"""The loop around a searcher: budgets, simulation of what it proposes, ranking, bounds, logging, interruption."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+import math
+import signal
+import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from simpart.errors import FormatError, Interrupted, UserError
-from simpart.files import dump_json
+from simpart.errors import Interrupted, UserError
+from simpart.floor import step_floor_s
 from simpart.plan import Plan
-from simpart.plan_format import plan_to_json
 from simpart.problem import Problem
-from simpart.simulation import Evaluation, evaluate
+from simpart.search_log import SearchLog, plan_digest
+from simpart.simulation import Evaluation
+from simpart.workers import Evaluator
 
-__all__ = ["Budget", "Candidate", "Control", "Evaluated", "SearchResult", "Searcher", "search"]
+__all__ = [
+    "Budget", "Candidate", "Control", "Evaluated", "Progress", "Proposal", "SearchResult", "Searcher", "gap", "search",
+]  # fmt: skip
 
 T = TypeVar("T")
 R = TypeVar("R")
+Stopped = Literal["finished", "budget", "interrupted"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +43,10 @@ class Candidate:
     objective_s: float = float("inf")
     bound_s: float = 0.0
     why: str = ""
+
+
+Proposal = Candidate | Sequence[Candidate]
+"""One candidate, or several that are simulated together: on the executor, where there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,11 +65,12 @@ class Budget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """A candidate with its simulated step."""
+    """A candidate with its simulated step. `at_s`: seconds of the search until then."""
 
     candidate: Candidate
     evaluation: Evaluation
     number: int
+    at_s: float = 0.0
 
     @property
     def rank(self) -> tuple[bool, float, int]:
@@ -68,30 +78,74 @@ class Evaluated:
         return not self.evaluation.feasible, self.evaluation.step_s, self.number
 
 
+def gap(value_s: float | None, bound_s: float | None) -> float | None:
+    """By which share of itself a value may at most be too high; None where there is no value or no bound.
+
+    >>> gap(2.0, 1.5)
+    0.25
+    """
+    if value_s is None or bound_s is None or not math.isfinite(value_s) or value_s <= 0:
+        return None
+    return max(0.0, 1 - bound_s / value_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Progress:
+    """How far a search is. `bound_s` and `gap` are of the searcher's own objective, `floor_s` of the simulated step."""
+
+    done: int | None
+    total: int | None
+    proposed: int
+    best: Evaluated | None
+    bound_s: float | None
+    gap: float | None
+    floor_s: float | None
+
+    @property
+    def floor_gap(self) -> float | None:
+        return gap(self.best.evaluation.step_s if self.best else None, self.floor_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchResult:
     """`ranked` are the distinct candidates, best first; `families` the best of each family, or why it has none.
 
-    `bound_s` bounds the searcher's own objective from below, where the searcher gave one for all plans it may propose.
+    `objective` names what the searcher minimises; `least_s` is its least value among the candidates, and `bound_s` the
+    searcher's bound of it over all plans it may propose, if it gave one. `floor_s` bounds the simulated step.
     """
 
     searcher: str
+    objective: str
     ranked: tuple[Evaluated, ...]
     families: dict[str, Evaluated | str]
     proposed: int
+    resumed: int
     infeasible: dict[str, int]
+    least_s: float | None
     bound_s: float | None
-    stopped: Literal["finished", "budget", "interrupted"]
+    floor_s: float | None
+    stopped: Stopped
     wall_s: float
 
     @property
     def best(self) -> Evaluated | None:
         return next((e for e in self.ranked if e.evaluation.feasible), None)
 
+    @property
+    def gap(self) -> float | None:
+        """Of the searcher's own objective: how far the least candidate may be from the least of all."""
+        return gap(self.least_s, self.bound_s)
+
+    @property
+    def floor_gap(self) -> float | None:
+        """Of the simulated step: by which share the best candidate may at most be beaten."""
+        return gap(self.best.evaluation.step_s if self.best else None, self.floor_s)
+
 
 @dataclass(slots=True)
 class Control:
-    """What the loop offers a searcher while it works. `latest` is the candidate proposed last, once evaluated."""
+    """What the loop offers a searcher while it works. `latest` is the candidate proposed last, `results` all of the
+    last proposal, once evaluated (None for one without a plan); `incumbent` is the best so far."""
 
     deadline: float | None = None
     clock: Callable[[], float] = time.monotonic
@@ -99,21 +153,26 @@ class Control:
     finished: dict[str, Any] = field(default_factory=dict)
     incumbent: Evaluated | None = None
     latest: Evaluated | None = None
+    results: tuple[Evaluated | None, ...] = ()
     bound_s: float | None = None
-    on_report: Callable[[int | None, int | None, float | None], None] | None = None
+    stop: bool = False
+    on_report: Callable[[int | None, int | None], None] | None = None
     on_done: Callable[[str, Any], None] | None = None
 
     def check(self) -> None:
-        """Raise Interrupted when the time budget is used up. Call it at least every 100 ms or so."""
+        """Raise Interrupted when the time budget is used up or Ctrl-C was pressed. Call it at least every 100 ms or
+        so."""
+        if self.stop:
+            raise Interrupted("stopped by the user")
         if self.deadline is not None and self.clock() >= self.deadline:
             raise Interrupted("the time budget is used up")
 
     def report(self, *, done: int | None = None, total: int | None = None, bound: float | None = None) -> None:
-        """Say how far the search is, and a lower bound of its own objective over everything it may still propose."""
+        """Say how far the search is, and a lower bound of its own objective over everything it may propose."""
         if bound is not None:
             self.bound_s = bound
         if self.on_report is not None:
-            self.on_report(done, total, bound)
+            self.on_report(done, total)
 
     def map(self, function: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
         """Apply `function` to all items in order, on the executor where there is one."""
@@ -127,12 +186,75 @@ class Control:
 
 
 class Searcher(Protocol):
-    """An algorithm that proposes plans. Budget, simulation, ranking and logging are the loop's."""
+    """An algorithm that proposes plans. Budget, simulation, ranking and logging are the loop's.
+
+    It may have an attribute `objective`: what `Candidate.objective_s` and its bound are, in words.
+    """
 
     @property
     def name(self) -> str: ...
 
-    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]: ...
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Proposal]: ...
+
+
+@dataclass(slots=True)
+class _Search:
+    """What a running search has found."""
+
+    evaluator: Evaluator
+    control: Control
+    log: SearchLog | None
+    start: float
+    found: dict[Plan, Evaluated] = field(default_factory=dict)
+    families: dict[str, Evaluated | str] = field(default_factory=dict)
+    infeasible: dict[str, int] = field(default_factory=dict)
+    proposed: int = 0
+    resumed: int = 0
+    least_s: float | None = None
+
+    def take(self, batch: Sequence[Candidate]) -> None:
+        """Simulate the plans of a proposal that are new, and count all."""
+        fresh = list(dict.fromkeys(c.plan for c in batch if c.plan is not None and c.plan not in self.found))
+        digests = {plan: plan_digest(plan) for plan in fresh} if self.log is not None else {}
+        known = {p: self.log.known[d] for p, d in digests.items() if d in self.log.known} if self.log else {}
+        self.resumed += len(known)
+        unknown = [plan for plan in fresh if plan not in known]
+        known.update(zip(unknown, self.evaluator(unknown), strict=True))
+        self.control.results = tuple(self._record(candidate, known, digests) for candidate in batch)
+        self.control.latest = self.control.results[-1] if batch else None
+
+    def _record(
+        self, candidate: Candidate, known: dict[Plan, Evaluation], digests: dict[Plan, str]
+    ) -> Evaluated | None:
+        self.proposed += 1
+        plan = candidate.plan
+        if plan is None:
+            self.families.setdefault(candidate.family, candidate.why)
+            self._refuse(candidate.why)
+            if self.log is not None:
+                self.log.candidate(candidate, None, "", self.proposed)
+            return None
+        if math.isfinite(candidate.objective_s):
+            least_s = candidate.objective_s if self.least_s is None else min(self.least_s, candidate.objective_s)
+            self.least_s = least_s
+        if plan in self.found:
+            return self.found[plan]
+        number, at_s = len(self.found), self.control.clock() - self.start
+        evaluated = Evaluated(candidate=candidate, evaluation=known[plan], number=number, at_s=at_s)
+        self.found[plan] = evaluated
+        if self.log is not None:
+            self.log.candidate(candidate, evaluated.evaluation, digests[plan], number)
+        family = self.families.get(candidate.family)
+        if family is None or isinstance(family, str) or evaluated.rank < family.rank:
+            self.families[candidate.family] = evaluated
+        if not evaluated.evaluation.feasible:
+            self._refuse(evaluated.evaluation.why_infeasible)
+        elif self.control.incumbent is None or evaluated.rank < self.control.incumbent.rank:
+            self.control.incumbent = evaluated
+        return evaluated
+
+    def _refuse(self, why: str) -> None:
+        self.infeasible[why] = self.infeasible.get(why, 0) + 1
 
 
 def search(
@@ -143,17 +265,19 @@ def search(
     seed: int = 0,
     executor: Executor | None = None,
     log: Path | None = None,
-    progress: Callable[[int | None, int | None, float | None, Evaluated | None], None] | None = None,
+    progress: Callable[[Progress], None] | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> SearchResult:
     """Simulate what `searcher` proposes until it ends, a budget is used up, or Ctrl-C; what was found so far is the
     answer.
 
-    `log` is an append-only file of all candidates, one JSON document per line, and of finished outer work, which a
-    search with the same log finds again.
+    `log` is an append-only file of all candidates, one JSON document per line, and of finished outer work. A search
+    with the same log does not simulate again what stands in it: under a count budget a search that was killed and is
+    run again gives the same answer. `executor` simulates proposals of several candidates, with the same answer.
+    A first Ctrl-C ends the search at its next `control.check()`, a second one at once.
     """
     start = clock()
-    journal = Journal(log) if log is not None else None
+    journal = SearchLog(log, problem, searcher.name, seed) if log is not None else None
     control = Control(
         deadline=None if budget.seconds is None else start + budget.seconds,
         clock=clock,
@@ -161,40 +285,34 @@ def search(
         finished=dict(journal.finished) if journal else {},
         on_done=journal.done if journal else None,
     )
+    floor_s = step_floor_s(problem)
+    state = _Search(Evaluator(problem, executor), control, journal, start)
     if progress is not None:
-        control.on_report = lambda done, total, bound: progress(done, total, bound, control.incumbent)
-    found: dict[Plan, Evaluated] = {}
-    families: dict[str, Evaluated | str] = {}
-    infeasible: dict[str, int] = {}
-    proposed, stopped = 0, "finished"
+        control.on_report = lambda done, total: progress(
+            Progress(
+                done=done,
+                total=total,
+                proposed=state.proposed,
+                best=control.incumbent,
+                bound_s=control.bound_s,
+                gap=gap(state.least_s, control.bound_s),
+                floor_s=floor_s,
+            )
+        )
+    stopped: Stopped = "finished"
     try:
-        for candidate in searcher.propose(problem, np.random.default_rng(seed), control):
-            proposed += 1
-            if candidate.plan is None:
-                families.setdefault(candidate.family, candidate.why)
-                infeasible[candidate.why] = infeasible.get(candidate.why, 0) + 1
-            elif candidate.plan not in found:
-                evaluated = Evaluated(
-                    candidate=candidate, evaluation=evaluate(problem, [candidate.plan])[0], number=len(found)
-                )
-                found[candidate.plan] = evaluated
-                if journal:
-                    journal.candidate(evaluated)
-                known = families.get(candidate.family)
-                if known is None or isinstance(known, str) or evaluated.rank < known.rank:
-                    families[candidate.family] = evaluated
-                if not evaluated.evaluation.feasible:
-                    reason = evaluated.evaluation.why_infeasible
-                    infeasible[reason] = infeasible.get(reason, 0) + 1
-                elif control.incumbent is None or evaluated.rank < control.incumbent.rank:
-                    control.incumbent = evaluated
-            control.latest = found[candidate.plan] if candidate.plan is not None else None
-            if budget.candidates is not None and proposed >= budget.candidates:
-                stopped = "budget"
-                break
-            control.check()
+        with _gentle_interrupt(control):
+            for proposal in searcher.propose(problem, np.random.default_rng(seed), control):
+                batch = [proposal] if isinstance(proposal, Candidate) else list(proposal)
+                if budget.candidates is not None:
+                    batch = batch[: budget.candidates - state.proposed]
+                state.take(batch)
+                if budget.candidates is not None and state.proposed >= budget.candidates:
+                    stopped = "budget"
+                    break
+                control.check()
     except Interrupted:
-        stopped = "budget"
+        stopped = "interrupted" if control.stop else "budget"
     except KeyboardInterrupt:
         stopped = "interrupted"
     finally:
@@ -202,62 +320,37 @@ def search(
             journal.close()
     return SearchResult(
         searcher=searcher.name,
-        ranked=tuple(sorted(found.values(), key=lambda e: e.rank)),
-        families=families,
-        proposed=proposed,
-        infeasible=infeasible,
+        objective=getattr(searcher, "objective", "its own estimate of the step"),
+        ranked=tuple(sorted(state.found.values(), key=lambda e: e.rank)),
+        families=state.families,
+        proposed=state.proposed,
+        resumed=state.resumed,
+        infeasible=state.infeasible,
+        least_s=state.least_s,
         bound_s=control.bound_s,
-        stopped=stopped,  # type: ignore[arg-type]
+        floor_s=floor_s,
+        stopped=stopped,
         wall_s=clock() - start,
     )
 
 
-class Journal:
-    """The append-only log of a search: one JSON document per line, synced as it is written. A torn last line is
-    dropped."""
+@contextmanager
+def _gentle_interrupt(control: Control) -> Iterator[None]:
+    """A first Ctrl-C asks the search to stop where it can keep what it has; further ones interrupt as ever."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.getsignal(signal.SIGINT)
+    if before is not signal.default_int_handler:
+        yield
+        return
 
-    def __init__(self, path: Path) -> None:
-        self.finished: dict[str, Any] = {}
-        if path.exists() and not path.is_file():
-            raise UserError(f"cannot write the log {path}: it is no plain file; give another place")
-        try:
-            raw = path.read_bytes() if path.exists() else b""
-            end = raw.rfind(b"\n") + 1
-            for number, line in enumerate(raw[:end].splitlines(), 1):
-                try:
-                    row = json.loads(line)
-                    if "done" in row:
-                        self.finished[row["done"]] = row["value"]
-                except (ValueError, TypeError) as error:
-                    raise FormatError(f"{path}, line {number}: not a search log; give another file to --log") from error
-            self._file = path.open("r+b" if path.exists() else "xb")
-            self._file.truncate(end)
-            self._file.seek(end)
-        except OSError as error:
-            raise UserError(f"cannot write the log {path}: {error.strerror}; give another place") from error
+    def stop(number: int, frame: Any) -> None:
+        control.stop = True
+        signal.signal(signal.SIGINT, before)
 
-    def candidate(self, evaluated: Evaluated) -> None:
-        plan = evaluated.candidate.plan
-        assert plan is not None
-        content = plan_to_json(plan)
-        self._append(
-            {
-                "candidate": hashlib.sha256(dump_json(content).encode()).hexdigest()[:16],
-                "family": evaluated.candidate.family,
-                "objective_s": evaluated.candidate.objective_s,
-                "feasible": evaluated.evaluation.feasible,
-                "step_s": evaluated.evaluation.step_s,
-                "plan": content,
-            }
-        )
-
-    def done(self, key: str, value: Any) -> None:
-        self._append({"done": key, "value": value})
-
-    def _append(self, row: dict[str, Any]) -> None:
-        self._file.write(dump_json(row).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        self._file.close()
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

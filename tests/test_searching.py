@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-from collections.abc import Iterator
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import BrokenExecutor, Executor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
+from simpart.cost import Costs
+from simpart.costmodels import AlphaBeta, Roofline
 from simpart.errors import Interrupted, UnknownNameError, UserError
 from simpart.graph import Graph
 from simpart.hardware import load_cluster
@@ -19,10 +30,12 @@ from simpart.plan_format import plan_to_json
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
 from simpart.schedule import Schedule
+from simpart.searchers.random import Random
 from simpart.searchers.rannc import Rannc
-from simpart.searching import Budget, Candidate, Control, SearchResult, search
-from simpart.simulation import evaluate
+from simpart.searching import Budget, Candidate, Control, Progress, SearchResult, gap, search
+from simpart.simulation import Evaluation, evaluate
 from simpart.training import TrainingSpec
+from simpart.workers import Evaluator, process_pool
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +70,9 @@ class Scripted:
 
 
 def rannc_plans(problem: Problem) -> list[Candidate]:
-    return list(Rannc().propose(problem, np.random.default_rng(0), Control()))
+    """Distinct plans."""
+    found = Rannc().propose(problem, np.random.default_rng(0), Control())
+    return list({c.plan: c for c in reversed(list(found)) if c.plan is not None}.values())[::-1]
 
 
 def bytes_of(result: SearchResult) -> list[str]:
@@ -92,11 +107,47 @@ def test_duplicates_are_simulated_once_and_reasons_are_counted(gpt: Graph) -> No
 
 def test_log_holds_every_candidate_and_survives_a_torn_line(gpt: Graph, tmp_path: Path) -> None:
     problem, log = problem_on(gpt, "local:2"), tmp_path / "log.jsonl"
-    search(problem, Scripted(*rannc_plans(problem)[:2]), log=log)
+    none = Candidate(plan=None, family="9 stages", why="too many")
+    search(problem, Scripted(*rannc_plans(problem)[:2], none), log=log)
     log.write_bytes(log.read_bytes() + b'{"candidate": "torn')
     search(problem, Scripted(*rannc_plans(problem)[2:3]), log=log)
-    rows = [json.loads(line) for line in log.read_text().splitlines()]
-    assert len(rows) == 3 and all(row["step_s"] > 0 for row in rows)
+    head, *rows = [json.loads(line) for line in log.read_text().splitlines()]
+    assert head["kind"] == "simpart search log"
+    assert [row["candidate"] is None for row in rows] == [False, False, True, False]
+    assert all(row["step_s"] > 0 for row in rows if row["candidate"]) and rows[2]["why"] == "too many"
+
+
+def test_what_is_in_the_log_is_not_simulated_again(gpt: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import simpart.workers
+
+    problem, log = problem_on(gpt, "local:2"), tmp_path / "log.jsonl"
+    once = search(problem, Random(draws=40), log=log, seed=1)
+    logged = log.read_bytes()
+    monkeypatch.setattr(simpart.workers, "evaluate", None)  # a simulation would fail
+    again = search(problem, Random(draws=40), log=log, seed=1)
+    assert bytes_of(again) == bytes_of(once) and again.resumed == len(once.ranked) and log.read_bytes() == logged
+
+
+def test_a_log_of_another_problem_is_refused_and_stays(gpt: Graph, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    search(problem_on(gpt, "local:2"), Random(draws=2), log=log)
+    before = log.read_bytes()
+    with pytest.raises(UserError, match="logs another problem"):
+        search(problem_on(gpt, "local:2", global_batch=4), Random(draws=2), log=log)
+    assert log.read_bytes() == before
+
+
+def test_an_estimate_that_is_infinite_and_a_plan_that_cannot_run_are_logged(gpt: Graph, tmp_path: Path) -> None:
+    problem, log = problem_on(gpt, "local:2"), tmp_path / "log.jsonl"
+    plan = rannc_plans(problem)[0].plan
+    assert plan is not None
+    unknown = dataclasses.replace(plan, skips="relay", mode="eager", schedule=Schedule(kind="dualpipe"))
+    first = search(problem, Scripted(Candidate(plan=plan, family="x"), Candidate(plan=unknown, family="x")), log=log)
+    again = search(problem, Scripted(Candidate(plan=plan, family="x"), Candidate(plan=unknown, family="x")), log=log)
+    rows = [json.loads(line) for line in log.read_text().splitlines()][1:]
+    assert rows[0]["objective_s"] is None and rows[0]["feasible"]
+    assert rows[1]["step_s"] is None and not rows[1]["feasible"] and rows[1]["why"]
+    assert first.least_s is None and first.infeasible == again.infeasible and sum(first.infeasible.values()) == 1
 
 
 def test_finished_outer_work_is_found_again(gpt: Graph, tmp_path: Path) -> None:
@@ -188,3 +239,138 @@ def test_more_memory_never_makes_it_slower_and_little_gives_a_reason(gpt: Graph)
     assert len(steps) >= 2 and steps == sorted(steps, reverse=True)
     nothing = best(1 << 20)
     assert nothing.best is None and any("over the memory limit" in why for why in nothing.infeasible)
+
+
+BLACK_BOX = ("annealing", "exhaustive", "grid", "random")
+
+
+def test_workers_give_the_same_answer_and_do_the_work(gpt: Graph) -> None:
+    asked: list[int] = []
+
+    class Counted(Evaluator):
+        def __call__(self, plans: Sequence[Plan]) -> list[Evaluation]:
+            asked.append(len(plans) if self.executor is not None else 0)
+            return super().__call__(plans)
+
+    with process_pool(2) as pool, pytest.MonkeyPatch.context() as patch:
+        for name in BLACK_BOX:
+            budget = Budget(candidates=50)
+            alone = search(problem_on(gpt, "local:3", global_batch=6), load_searcher(name), budget, seed=5)
+            patch.setattr("simpart.searching.Evaluator", Counted)
+            shared = search(
+                problem_on(gpt, "local:3", global_batch=6), load_searcher(name), budget, seed=5, executor=pool
+            )
+            patch.undo()
+            assert [e.evaluation for e in shared.ranked] == [e.evaluation for e in alone.ranked]
+            assert bytes_of(shared) == bytes_of(alone) and shared.infeasible == alone.infeasible
+            assert max(asked) > 1, name
+            asked.clear()
+
+
+def test_a_pool_that_breaks_is_done_without(gpt: Graph) -> None:
+    class Broken(Executor):
+        def map(self, *arguments: object, **options: object) -> Iterator[Any]:  # type: ignore[override]
+            raise BrokenExecutor
+
+    problem = problem_on(gpt, "local:2")
+    budget = Budget(candidates=20)
+    assert bytes_of(search(problem, Random(), budget, executor=Broken())) == bytes_of(search(problem, Random(), budget))
+
+
+SLOW_SEARCH = """
+import sys, time
+import simpart.workers
+from simpart.cli import main
+inner = simpart.workers.evaluate
+def slow(problem, plans):
+    time.sleep(0.05)
+    return inner(problem, plans)
+simpart.workers.evaluate = slow
+main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("name", ["random", "annealing"])
+def test_killed_search_run_again_writes_the_same_plan(gpt: Graph, tmp_path: Path, name: str) -> None:
+    from simpart.graph_format import save_graph
+
+    save_graph(gpt, tmp_path / "g.graph")
+
+    def arguments(output: str, log: str) -> list[str]:
+        given = [
+            "search",
+            "g.graph",
+            "--cluster",
+            "local:3",
+            "--global-batch",
+            "6",
+            "--searcher",
+            name,
+            "--no-profiles",
+        ]
+        return [*given, "--max-candidates", "80", "--seed", "7", "--log", log, "-o", output, "--json"]
+
+    def start(*words: str) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-c", SLOW_SEARCH, *words]
+        return subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+    assert start(*arguments("whole.json", "whole.log")).wait(120) == 0
+    process, log = start(*arguments("again.json", "again.log")), tmp_path / "again.log"
+    for _ in range(1200):
+        if log.exists() and log.read_bytes().count(b"\n") >= 20:
+            break
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    half = log.read_bytes()
+    assert 20 <= half.count(b"\n") < (tmp_path / "whole.log").read_bytes().count(b"\n")
+    assert not (tmp_path / "again.json").exists()
+    second = start(*arguments("again.json", "again.log"))
+    printed, _ = second.communicate(timeout=120)
+    assert second.returncode == 0 and json.loads(printed)["resumed"] >= half.count(b"\n") - 2
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+    rows = log.read_bytes().splitlines()
+    assert len(rows) == len(set(rows)) and log.read_bytes().startswith(half[: half.rfind(b"\n") + 1])
+
+
+def test_first_interrupt_keeps_what_a_planner_has_solved(gpt: Graph) -> None:
+    class Planner:
+        name = "planner"
+
+        def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+            solved = rannc_plans(problem)[:1]
+            os.kill(os.getpid(), signal.SIGINT)
+            try:
+                for _ in range(100):
+                    time.sleep(0.01)
+                    control.check()
+            except Interrupted:
+                yield from solved
+                raise
+
+    before = signal.getsignal(signal.SIGINT)
+    result = search(problem_on(gpt, "local:2"), Planner())
+    assert result.stopped == "interrupted" and result.best is not None
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_bound_and_gap_are_live_and_name_their_objective(gpt: Graph) -> None:
+    seen: list[Progress] = []
+    result = search(problem_on(gpt, "local:2"), load_searcher("exhaustive"), progress=seen.append)
+    assert "slowest stage" in result.objective
+    assert seen[-1].bound_s == result.bound_s == result.least_s and result.gap == 0.0
+    assert all(progress.floor_s == result.floor_s for progress in seen) and seen[-1].floor_gap == result.floor_gap
+    assert gap(None, 1.0) is None and gap(1.0, None) is None and gap(math.inf, 1.0) is None
+
+
+@pytest.mark.parametrize("cluster", ["local:1", "local:3", "a100-v100", "dgx-v100"])
+def test_no_plan_beats_the_floor(gpt: Graph, cluster: str) -> None:
+    sheets = Costs(compute=Roofline(), communication=AlphaBeta())
+    problem = dataclasses.replace(
+        problem_on(gpt, "local:2", global_batch=12), cluster=load_cluster(cluster), costs=sheets
+    )
+    result = search(problem, Random(draws=80))
+    assert result.floor_s is not None and result.best is not None
+    assert 0 < result.floor_s <= min(e.evaluation.step_s for e in result.ranked)
+    # One device and no recomputation: nothing but work, so the floor is nearly reached.
+    assert cluster != "local:1" or (result.floor_gap is not None and result.floor_gap < 0.4)

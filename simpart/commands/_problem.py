@@ -11,14 +11,19 @@ from typing import Any, TypeVar
 import click
 
 from simpart.commands._notice import notice
+from simpart.commands._place import PLACE
 from simpart.configure import RECOMPUTE, Configuration
+from simpart.cost import Costs
 from simpart.errors import UserError
-from simpart.hardware import load_cluster
+from simpart.hardware import Cluster, load_cluster
 from simpart.problem import Problem, Space, check_global_batch
 from simpart.schedule import SCHEDULES
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
-__all__ = ["build_problem", "configuration_of", "configuration_options", "parse_seconds", "problem_options"]
+__all__ = [
+    "build_problem", "configuration_of", "configuration_options", "costs_of", "freeze_costs", "parse_seconds",
+    "problem_options",
+]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,7 +46,22 @@ def problem_options(*, required: bool = True) -> Callable[[F], F]:
         click.option("--store", type=click.Path(path_type=Path), default=None, help="Folder of profiles to use."),
         click.option("--no-profiles", is_flag=True, help="Ignore measured profiles: predict from data sheets alone."),
         click.option("--no-cache", is_flag=True, help="Capture afresh."),
+        *costs_options(),
     )
+
+
+def costs_options() -> tuple[Callable[[F], F], ...]:
+    """Prices from a file, and into one."""
+    return (
+        click.option(
+            "--costs", type=click.Path(path_type=Path), default=None, metavar="TABLE.npz",
+            help="Prices from this table, as --freeze-costs wrote it: no cost model is asked.",
+        ),
+        click.option(
+            "--freeze-costs", type=PLACE, default=None, metavar="TABLE.npz",
+            help="Write every price that was asked, so that results reproduce without the models.",
+        ),
+    )  # fmt: skip
 
 
 def configuration_options() -> Callable[[F], F]:
@@ -88,7 +108,6 @@ def configuration_of(options: dict[str, Any]) -> Configuration:
 def build_problem(model: str, options: dict[str, Any], space: Space | None = None) -> Problem:
     """Graph (captured, from the cache or from a file), cluster and cost models of a command's options."""
     from simpart.model_spec import load_graph_or_model
-    from simpart.registry import default_costs
 
     cluster = load_cluster(options["cluster"])
     check_global_batch(options["global_batch"])
@@ -96,7 +115,7 @@ def build_problem(model: str, options: dict[str, Any], space: Space | None = Non
     training = TrainingSpec(optimizer=options["optimizer"], precision=precision, gradient_clip_norm=options["clip"])
     with notice(f"capturing {model}"):
         graph = load_graph_or_model(model, precision=precision, cache=not options["no_cache"])
-    costs = default_costs(cluster, store=options["store"], profiles=not options["no_profiles"])
+    costs = costs_of(cluster, options)
     return Problem(
         graph=graph,
         training=training,
@@ -105,6 +124,31 @@ def build_problem(model: str, options: dict[str, Any], space: Space | None = Non
         global_batch=options["global_batch"],
         space=space or Space(),
     )
+
+
+def costs_of(cluster: Cluster, options: dict[str, Any]) -> Costs:
+    """Prices of a command: its table, or the models; recorded where the command writes a table."""
+    from simpart.registry import default_costs, folder
+
+    table, record = options.get("costs"), options.get("freeze_costs") is not None
+    if table is not None and (options.get("store") is not None or options.get("no_profiles")):
+        raise UserError("--costs gives all prices; leave --store and --no-profiles out")
+    if table is not None:
+        costs: Costs = folder("costmodels.frozen").load_frozen(table)
+    else:
+        costs = default_costs(cluster, store=options["store"], profiles=not options["no_profiles"])
+    if record:
+        costs, _ = folder("costmodels.frozen").record(costs)
+    return costs
+
+
+def freeze_costs(problem: Problem, options: dict[str, Any]) -> None:
+    """Write the table that --freeze-costs asks for."""
+    from simpart.registry import folder
+
+    if options.get("freeze_costs") is not None:
+        compute: Any = problem.costs.compute
+        folder("costmodels.frozen").save_frozen(options["freeze_costs"], compute.recorder)
 
 
 def parse_seconds(text: str | None) -> float | None:

@@ -6,9 +6,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from simpart.describe import human_seconds
+
+if TYPE_CHECKING:
+    from simpart.searching import Progress
 
 __all__ = ["search_progress"]
 
@@ -16,22 +19,27 @@ DELAY_S = 2.0
 
 
 @contextmanager
-def search_progress() -> Iterator[Callable[[int | None, int | None, float | None, Any], None]]:
-    """A callback for `searching.search`: how far it is and the best plan so far."""
+def search_progress() -> Iterator[Callable[..., None]]:
+    """A callback for `searching.search`: how far it is, the best plan so far, and by how much it may be beaten."""
     start = last = time.monotonic()
     shown = False
 
-    def show(done: int | None, total: int | None, bound: float | None, incumbent: Any) -> None:
+    def show(progress: Progress, what: str = "searching") -> None:
         nonlocal last, shown
         now = time.monotonic()
         if now - start < DELAY_S or now - last < 0.5:
             return
         last, shown = now, True
+        done, total, best = progress.done, progress.total, progress.best
         parts = [f"{done}/{total}" if total else f"{done}" if done is not None else "", human_seconds(now - start)]
-        if incumbent is not None:
-            parts.append(f"best {human_seconds(incumbent.evaluation.step_s)}")
+        if best is not None:
+            parts.append(f"best {human_seconds(best.evaluation.step_s)}")
+        if progress.floor_gap is not None:
+            parts.append(f"at most {progress.floor_gap:.0%} less is possible")
+        if progress.gap is not None:
+            parts.append(f"own bound {human_seconds(progress.bound_s or 0.0)}, gap {progress.gap:.1%}")
         end = "\r" if sys.stderr.isatty() else "\n"
-        print("searching " + ", ".join(filter(None, parts)), end=end, file=sys.stderr, flush=True)
+        print(f"{what} " + ", ".join(filter(None, parts)), end=end, file=sys.stderr, flush=True)
 
     try:
         yield show

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -14,11 +15,15 @@ from simpart.commands._coverage import (
     stop_if_extrapolated,
 )
 from simpart.commands._place import PLACE
-from simpart.commands._problem import build_problem, parse_seconds, problem_options
-from simpart.describe import human_seconds
+from simpart.commands._problem import build_problem, freeze_costs, problem_options
+from simpart.commands._search import budget_of, check_jobs, search_options, space_document, space_of
+from simpart.describe import human_bytes, human_seconds
 from simpart.errors import Interrupted
-from simpart.problem import Space
-from simpart.schedule import SCHEDULES
+
+if TYPE_CHECKING:
+    from simpart.explaining import WhatIf
+    from simpart.searching import SearchResult
+    from simpart.simulation import SimResult
 
 __all__ = ["search"]
 
@@ -29,81 +34,86 @@ __all__ = ["search"]
 @click.argument("model")
 @problem_options()
 @click.option("--searcher", default="rannc", show_default=True, help="Which algorithm proposes plans.")
-@click.option("--budget", default=None, help="Time budget, such as 60s or 5m.")
-@click.option("--max-candidates", type=int, default=None, help="Count budget; deterministic.")
-@click.option("--max-stages", type=int, default=None, help="Most pipeline stages to consider.")
-@click.option("--min-stages", type=int, default=1, show_default=True, help="Fewest pipeline stages to consider.")
+@search_options()
 @click.option(
-    "--schedule", "schedules", multiple=True, help=f"Schedules to consider.  [default: {', '.join(Space().schedules)}]"
+    "--log",
+    type=PLACE,
+    default=None,
+    help="Append every candidate to this file; a search with the same log does not simulate them again.",
 )
-@click.option("--recompute", "recompute", multiple=True, help="Recomputation to consider.  [default: none, full]")
-@click.option("--seed", type=click.IntRange(0), default=0, show_default=True)
-@click.option("--log", type=PLACE, default=None, help="Append every candidate to this file.")
+@click.option("--top", type=click.IntRange(1), default=None, metavar="K", help="List the K best plans.")
+@click.option("--what-if", is_flag=True, help="Search again with 1 GiB more per device and with one more device.")
 @click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
 @coverage_options()
-@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
+@click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")  # fmt: skip
 def search(model: str, output: Path | None, as_json: bool, **options: Any) -> None:
     """Search for the plan with the shortest simulated step that fits. MODEL is a zoo name with dims,
     package.module:factory or a .graph file. Ctrl-C ends the search with the best plan so far and exit status 130."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
     from simpart.commands._progress import search_progress
+    from simpart.explaining import tightest, what_if
     from simpart.plan_format import PlanFile, save_plan
     from simpart.registry import load_searcher
-    from simpart.searching import Budget
     from simpart.searching import search as run
     from simpart.simulation import simulate_plan
+    from simpart.workers import process_pool
 
-    budget = Budget(seconds=parse_seconds(options["budget"]), candidates=options["max_candidates"])
+    budget, space = budget_of(options), space_of(options)
+    check_jobs(options)
     searcher = load_searcher(options["searcher"])
-    problem = build_problem(model, options, space_of(options))
-    with search_progress() as progress:
-        found = run(problem, searcher, budget, seed=options["seed"], log=options["log"], progress=progress)
-    families = {name: family_row(entry) for name, entry in found.families.items()}
-    counts: dict[str, Any] = {
-        "searcher": found.searcher,
-        "evaluated": len(found.ranked),
-        "proposed": found.proposed,
-        "stopped": found.stopped,
-        "bound": found.bound_s,
-        "families": families,
-        "infeasible": found.infeasible,
-        "timing": {"search_s": found.wall_s},
-    }
-    if found.best is None:
-        reason = next(iter(found.infeasible), "the search was stopped before it found a plan")
-        if as_json:
-            print_document(prediction_document(None, None, reason, **counts))
-        else:
-            click.echo(f"no plan fits: {reason}")
-            for name, row in families.items():
-                click.echo(f"  {name}: {row['why'] or 'does not fit'}")
-        if output is not None:
-            click.echo(f"{output} is not written", err=True)
-        end(found.stopped)
-        return
-    best = found.best.candidate.plan
-    assert best is not None
-    result = simulate_plan(problem, best)
-    if output is not None:
+    problem = build_problem(model, options, space)
+    with search_progress() as progress, process_pool(options["jobs"]) as pool:
+        found = run(
+            problem, searcher, budget, seed=options["seed"], log=options["log"], progress=progress, executor=pool
+        )
+    document = result_document(found) | {"space": space_document(space), "seed": options["seed"]}
+    document["budget"] = {"seconds": budget.seconds, "candidates": budget.candidates}
+    if options["top"] is not None:
+        document["ranked"] = ranked_rows(found, options["top"])
+    best = found.best.candidate.plan if found.best is not None else None
+    result = simulate_plan(problem, best) if best is not None else None
+    if best is not None and output is not None:
         graph = problem.graph.at(max(best.batch.sizes[0]))
         save_plan(output, PlanFile(plan=best, training=problem.training, cluster=problem.cluster, graph=graph))
+    changes: list[WhatIf] = []
+    if options["what_if"] and found.stopped != "interrupted":
+        step_s = result.step_s if result is not None else None
+        changes = what_if(problem, lambda: load_searcher(options["searcher"]), budget, options["seed"], step_s)
+        document["what_if"] = [change.to_json() for change in changes]
+    freeze_costs(problem, options)
+    reason = next(iter(found.infeasible), "the search was stopped before it found a plan")
     if as_json:
-        counts |= coverage_documents(problem, best, options["profile_next"])
-        print_document(prediction_document(best, result, **counts))
-        end(found.stopped)
-        stop_if_extrapolated(result, options["fail_if_extrapolated"])
-        return
-    print_prediction(
-        problem, best, result, f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}"
-    )
-    print_coverage(problem, best, options["profile_next"])
-    for name, row in families.items():
-        click.echo(f"  {name}: {row['why'] or human_seconds(row['step_s'])}")
-    click.echo(f"search {found.stopped} after {human_seconds(found.wall_s)}")
-    if output is not None:
-        click.echo(f"written to {output}")
+        if result is not None and best is not None:
+            document["tightest"] = tightest(result)
+            document |= coverage_documents(problem, best, options["profile_next"])
+            print_document(prediction_document(best, result, **document))
+        else:
+            print_document(prediction_document(None, None, reason, **document))
+    elif result is not None and best is not None:
+        title = f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}"
+        print_prediction(problem, best, result, title)
+        print_coverage(problem, best, options["profile_next"])
+        print_room(tightest(result))
+        print_gains(result)
+        print_bounds(found)
+    else:
+        click.echo(f"no plan fits: {reason}")
+    if not as_json:
+        print_families(found)
+        print_infeasible(found)
+        if options["top"] is not None:
+            print_ranked(document["ranked"])
+        print_changes(changes)
+        if result is not None:
+            again = f", {found.resumed} of {len(found.ranked)} plans from the log" if found.resumed else ""
+            click.echo(f"search {found.stopped} after {human_seconds(found.wall_s)}{again}")
+            if output is not None:
+                click.echo(f"written to {output}")
+    if result is None and output is not None:
+        click.echo(f"{output} is not written", err=True)
     end(found.stopped)
-    stop_if_extrapolated(result, options["fail_if_extrapolated"])
+    if result is not None:
+        stop_if_extrapolated(result, options["fail_if_extrapolated"])
 
 
 def end(stopped: str) -> None:
@@ -112,34 +122,111 @@ def end(stopped: str) -> None:
         raise Interrupted
 
 
-def space_of(options: dict[str, Any]) -> Space:
-    from simpart.configure import RECOMPUTE
-    from simpart.errors import UnknownNameError, UserError
+def result_document(found: SearchResult) -> dict[str, Any]:
+    """What a search found, but for its best plan."""
+    return {
+        "searcher": found.searcher,
+        "evaluated": len(found.ranked),
+        "proposed": found.proposed,
+        "resumed": found.resumed,
+        "stopped": found.stopped,
+        "bound": found.bound_s,
+        "bound_of": found.objective,
+        "least_objective_s": found.least_s,
+        "gap": found.gap,
+        "floor": {"step_s": found.floor_s, "gap": found.floor_gap, "of": floor_words()},
+        "families": {name: family_row(entry) for name, entry in found.families.items()},
+        "infeasible": found.infeasible,
+        "timing": {"search_s": found.wall_s},
+    }
 
-    for what, names, known in (
-        ("schedule", options["schedules"], SCHEDULES),
-        ("recomputation", options["recompute"], RECOMPUTE),
-    ):
-        for name in names:
-            if name not in known:
-                raise UnknownNameError(what, name, known)
-    low, high = options["min_stages"], options["max_stages"]
-    if low < 1 or (high is not None and high < low):
-        raise UserError(f"stages must satisfy 1 <= min <= max, got min {low}, max {high}")
-    return Space(
-        schedules=options["schedules"] or Space().schedules,
-        recompute=options["recompute"] or RECOMPUTE,
-        min_stages=low,
-        max_stages=high,
-    )
+
+def floor_words() -> str:
+    from simpart.floor import FLOOR_OF
+
+    return FLOOR_OF
 
 
 def family_row(entry: Any) -> dict[str, Any]:
     if isinstance(entry, str):
         return {"step_s": None, "objective_s": None, "why": entry}
-    fits = entry.evaluation.feasible
+    fits, objective_s = entry.evaluation.feasible, entry.candidate.objective_s
     return {
         "step_s": entry.evaluation.step_s if fits else None,
-        "objective_s": entry.candidate.objective_s,
+        "objective_s": objective_s if math.isfinite(objective_s) else None,
         "why": "" if fits else entry.evaluation.why_infeasible,
     }
+
+
+def ranked_rows(found: SearchResult, count: int) -> list[dict[str, Any]]:
+    """The best plans, the best first; those that do not fit at the end."""
+    from simpart.plan_format import plan_to_json
+    from simpart.plan_words import plan_words
+
+    rows = []
+    for place, entry in enumerate(found.ranked[:count], 1):
+        plan = entry.candidate.plan
+        assert plan is not None
+        row = {"rank": place, "family": entry.candidate.family, **family_row(entry)}
+        rows.append(
+            row | {"peak_bytes": entry.evaluation.peak_bytes, "words": plan_words(plan), "plan": plan_to_json(plan)}
+        )
+    return rows
+
+
+def print_room(room: dict[str, Any]) -> None:
+    stages = f"stage{'s' if len(room['stages']) > 1 else ''} {', '.join(map(str, room['stages']))}"
+    kinds = sorted(room["by_kind"].items(), key=lambda item: -item[1])[:3]
+    filled = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds if size)
+    click.echo(f"tightest     {stages}: {human_bytes(room['room_bytes'])} free; {filled}")
+
+
+def print_gains(result: SimResult) -> None:
+    rows = sorted(result.gains.items(), key=lambda item: -item[1]["one_percent"])[:3]
+    words = [f"{name} {row['one_percent']:.2f} %" for name, row in rows if row["one_percent"] >= 0.005]
+    if words:
+        click.echo(f"1 % less of  {', '.join(words)} of the step")
+
+
+def print_bounds(found: SearchResult) -> None:
+    """Both bounds, each with what it bounds."""
+    if found.bound_s is not None and found.least_s is not None:
+        gap = "" if found.gap is None else f", gap {found.gap:.1%}"
+        least = f"least found {human_seconds(found.least_s)}"
+        click.echo(f"bound        {human_seconds(found.bound_s)} of {found.objective} ({least}{gap})")
+    else:
+        click.echo(f"bound        none given of {found.objective}")
+    if found.floor_s is not None and found.floor_gap is not None:
+        click.echo(f"floor        {human_seconds(found.floor_s)} of the {floor_words()} (gap {found.floor_gap:.1%})")
+
+
+def print_families(found: SearchResult) -> None:
+    for name, entry in found.families.items():
+        row = family_row(entry)
+        click.echo(f"  {name}: {row['why'] or human_seconds(row['step_s'])}")
+
+
+def print_infeasible(found: SearchResult) -> None:
+    """How many candidates fail for which reason, numbers left out of the reasons."""
+    from simpart.comparing import reason_kinds
+
+    kinds = reason_kinds(found.infeasible)
+    if kinds:
+        click.echo(f"infeasible   {sum(kinds.values())}: " + ", ".join(f"{n} {why}" for why, n in kinds.items()))
+
+
+def print_ranked(rows: list[dict[str, Any]]) -> None:
+    for row in rows:
+        time = human_seconds(row["step_s"]) if row["step_s"] is not None else f"does not fit ({row['why']})"
+        click.echo(f"{row['rank']:4d}. {time}, {human_bytes(row['peak_bytes'])}: {row['words']}")
+
+
+def print_changes(changes: list[WhatIf]) -> None:
+    for change in changes:
+        if change.step_s is None:
+            click.echo(f"with {change.change}: no plan fits: {change.why}")
+        else:
+            saved = (
+                "" if change.saved is None else f", {abs(change.saved):.1%} {'less' if change.saved >= 0 else 'more'}"
+            )
+            click.echo(f"with {change.change}: {human_seconds(change.step_s)}{saved} (searched again)")

@@ -15,7 +15,7 @@ import numpy as np
 from simpart.partition import check_plan
 from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.searching import Budget, Candidate, Control, Searcher, SearchResult, search
+from simpart.searching import Budget, Candidate, Control, Proposal, Searcher, SearchResult, search
 
 __all__ = ["check_candidate", "check_searcher"]
 
@@ -28,10 +28,10 @@ class _Recorded:
         self.name = searcher.name
         self.candidates: list[Candidate] = []
 
-    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
-        for candidate in self.searcher.propose(problem, rng, control):
-            self.candidates.append(candidate)
-            yield candidate
+    def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Proposal]:
+        for proposal in self.searcher.propose(problem, rng, control):
+            self.candidates.extend([proposal] if isinstance(proposal, Candidate) else proposal)
+            yield proposal
 
 
 def check_searcher(make: Callable[[], Searcher], problem: Problem, *, candidates: int = 40) -> SearchResult:
