@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +19,7 @@ from simpart.searchers._bottleneck import least_bottlenecks
 from simpart.searchers._chain import ChainStage, Floats, StageCosts, Unplannable, later_stages_allowed, solve_chain
 from simpart.searchers._lines import kind_orders, lines
 from simpart.searchers._pipelines import PipelineShape, least_sums
-from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stage_costs import ChainProblem, in_flight
 from simpart.searching import Candidate, Control
 
 __all__ = [
@@ -56,11 +56,12 @@ class Answer:
     """Stages a planner found, with its own estimate of the step.
 
     `recompute` per stage, where not that of the shape; `devices` of each stage within a pipeline, where not the next
-    ones in order.
+    ones in order; `bound_s` a lower bound of the estimate, where other stages might have a smaller one.
     """
 
     stages: tuple[ChainStage, ...]
     objective_s: float
+    bound_s: float | None = None
     recompute: tuple[bool, ...] | None = None
     devices: tuple[tuple[int, ...], ...] | None = None
 
@@ -119,20 +120,24 @@ def chain_cases(
     fewer_devices: bool = True,
 ) -> Iterator[list[ChainCase]]:
     """The cases of one graph and schedule at a time; `fewer_devices` False leaves none idle, whatever the space."""
-    choices = [r == "full" for r in problem.space.recompute] if recompute is None else list(recompute)
-    for schedule in problem.space.schedules:
-        counts = micro_batch_counts(problem)
-        if schedule == "gpipe" and "1f1b" in problem.space.schedules:
-            counts = [m for m in counts if m > 1]  # with one micro-batch both are the same
-        for graph, micro_batch in graphs_of(problem):
-            chain = ChainProblem(problem, graph, micro_batch, most_blocks)
-            cases = []
-            for shape in pipeline_shapes(problem, counts, choices, fewer_devices):
-                control.check()
-                costs = chain.costs(shape, schedule, False)
-                if costs is not None:
-                    cases.append(ChainCase(chain=chain, shape=shape, schedule=schedule, costs=costs))
-            yield sorted(cases, key=_work_s)
+    space = problem.space
+    choices = [r == "full" for r in space.recompute] if recompute is None else list(recompute)
+    counts = micro_batch_counts(problem)
+    for graph, micro_batch in graphs_of(problem):
+        chain = ChainProblem(problem, graph, micro_batch, most_blocks)
+        cases: dict[str, list[ChainCase]] = {schedule: [] for schedule in space.schedules}
+        for shape in pipeline_shapes(problem, counts, choices, fewer_devices):
+            control.check()
+            costs = chain.costs(shape, space.schedules[0], False)
+            if costs is None:
+                continue
+            for schedule, found in cases.items():
+                if schedule == "gpipe" and "1f1b" in space.schedules and shape.micro_batches == 1:
+                    continue  # with one micro-batch both are the same
+                held = replace(costs, in_flight=in_flight(schedule))
+                found.append(ChainCase(chain=chain, shape=shape, schedule=schedule, costs=held))
+        for found in cases.values():
+            yield sorted(found, key=_work_s)
 
 
 def _work_s(case: ChainCase) -> float:
@@ -152,13 +157,22 @@ class _Found:
 
     best: dict[int, list[tuple[float, int, ChainCase, Answer]]] = field(default_factory=dict)
     number: int = 0
+    least_s: float = math.inf
+    """Lower bound of all estimates."""
 
     def add(self, count: int, case: ChainCase, answer: Answer, keep: int) -> None:
+        self.least_s = min(self.least_s, answer.objective_s if answer.bound_s is None else answer.bound_s)
         known = self.best.setdefault(count, [])
         known.append((answer.objective_s, self.number, case, answer))
         known.sort(key=lambda entry: entry[:2])
         del known[keep:]
         self.number += 1
+
+    def ranked(self, near: float) -> list[tuple[float, int, ChainCase, Answer]]:
+        """All that is kept, best first; beyond the best of a number only what is within `near` times the best."""
+        most_s = near * min((known[0][0] for known in self.best.values()), default=0.0)
+        entries = (e for known in self.best.values() for x, e in enumerate(known) if x == 0 or e[0] <= most_s)
+        return sorted(entries, key=lambda entry: entry[:2])
 
     def cutoffs(self, keep: int) -> dict[int, float]:
         """What an answer must stay below to be kept."""
@@ -172,11 +186,14 @@ def propose_answers(
     solve: Callable[[ChainCase, int, Mapping[int, float]], Answers],
     *,
     keep: int = 3,
+    near: float = math.inf,
+    proposed: Callable[[Plan, ChainCase, Answer], None] = lambda plan, case, answer: None,
 ) -> Iterator[Candidate]:
     """Solve every case for every number of stages; propose the `keep` best plans of each, best first, then reasons.
 
     `solve(case, most, below)` answers for 1 … `most` stages: None where no plan exists; it may leave out numbers whose
-    plans cannot be `below` the estimates that are kept already.
+    plans cannot be `below` the estimates that are kept already. Of a number of stages, only the best is proposed if it
+    is estimated at more than `near` times the least. `proposed` is told what each plan is made of.
     The bound is the least objective, valid once everything is solved. When time runs out, what was solved is proposed.
     """
     least, planned, reasons = math.inf, set[int](), dict[int, str]()
@@ -204,11 +221,12 @@ def propose_answers(
                 control.report(done=done, total=len(cases))
         except Interrupted as interrupted:
             stopped = interrupted
-        for objective_s, _, case, answer in sorted((e for es in found.best.values() for e in es), key=lambda e: e[:2]):
+        least = min(least, found.least_s)
+        for objective_s, _, case, answer in found.ranked(near):
             count = len(answer.stages)
-            least = min(least, objective_s)
             planned.add(count)
             plan = chain_plan(problem, case.chain, case.shape, answer, case.schedule)
+            proposed(plan, case, answer)
             yield Candidate(plan=plan, family=stages_text(count), objective_s=objective_s)
     if stopped is not None:
         raise stopped

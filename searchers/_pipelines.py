@@ -7,7 +7,7 @@ recomputation. Within a shape the stage problem is solved exactly; shapes are co
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,6 +30,7 @@ __all__ = [
     "PipelineShape",
     "all_shapes",
     "least_sums",
+    "lockstep_answers",
     "plan_lockstep_s",
     "released_search",
     "search_pipelines",
@@ -198,18 +199,59 @@ def released_search(
 def _choose(
     shape: PipelineShape, tables: Tables, count: int, include_allreduce: bool, tie_limit: int
 ) -> PipelineChoice | Unplannable:
-    """The plan of least value; among those of that value (within `tie_limit` steps), the one of least estimate."""
-    costs = tables.costs
     plan = tables.best(count)
     if isinstance(plan, Unplannable):
         return plan
+    chosen, time_s = _least_of_ties(tables, plan, count, include_allreduce, tie_limit)
+    return PipelineChoice(shape=shape, plan=chosen, lockstep_s=time_s)
+
+
+def lockstep_answers(
+    costs: StageCosts,
+    devices: int,
+    max_stages: int,
+    below: Mapping[int, float],
+    *,
+    all_devices: bool = True,
+    tie_limit: int = 64,
+) -> dict[int, tuple[ChainPlan, float, float] | None]:
+    """(plan of least value, its lock-step estimate, a bound of any plan's) for numbers of stages; None if none fits.
+
+    Numbers whose bound is not `below` what is known are left out.
+    """
+    bounds = _bounds(costs, devices, max_stages)
+    wanted = [
+        count
+        for count in range(1, len(bounds.sums_s) + 1)
+        if count not in below or bounds.lockstep_s(count) < below[count] * (1 - 1e-12)
+    ]
+    answers: dict[int, tuple[ChainPlan, float, float] | None] = {}
+    if not wanted:
+        return answers
+    tables = Tables(costs, devices, max(wanted))
+    for count in wanted:
+        value_s = tables.bound_s(count, all_devices=all_devices)
+        bound_s = math.inf if value_s == math.inf else bounds.lockstep_s(count, value_s)
+        if bound_s < below.get(count, math.inf) * (1 - 1e-12):
+            plan = tables.best(count, all_devices=all_devices)
+            assert isinstance(plan, ChainPlan)  # the bound is finite
+            answers[count] = *_least_of_ties(tables, plan, count, True, tie_limit), bound_s
+        elif value_s == math.inf and count not in below:
+            answers[count] = None
+    return answers
+
+
+def _least_of_ties(
+    tables: Tables, plan: ChainPlan, count: int, include_allreduce: bool, tie_limit: int
+) -> tuple[ChainPlan, float]:
+    """The plan of least estimate among those of the value of `plan` (within `tie_limit` steps), and the estimate."""
+    costs = tables.costs
     options = [plan.stages, *tables.ties(count, plan.value_s, tie_limit, sum(stage.replicas for stage in plan.stages))]
     timed = [
         (plan_lockstep_s(costs, stages, include_allreduce=include_allreduce), x) for x, stages in enumerate(options)
     ]
     time_s, x = min(timed)
-    chosen = ChainPlan(stages=options[x], value_s=plan_value_s(costs, options[x]))
-    return PipelineChoice(shape=shape, plan=chosen, lockstep_s=time_s)
+    return ChainPlan(stages=options[x], value_s=plan_value_s(costs, options[x])), time_s
 
 
 def _reaches(bound_s: float, known: PipelineChoice | Unplannable | None) -> bool:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.searchers._chain import ChainStage
+from simpart.searchers._chain_plans import Answer, ChainCase, chain_plan
+from simpart.searchers._pipelines import plan_lockstep_s
+from simpart.searching import Control
 from simpart.simulation import evaluate
 
 __all__ = ["climb", "neighbours"]
@@ -16,18 +18,25 @@ Stages = tuple[ChainStage, ...]
 
 
 def climb(
-    problem: Problem,
-    start: Stages,
-    allowed: Sequence[int],
-    plan_of: Callable[[Stages], Plan],
-    *,
-    rounds: int = 16,
+    problem: Problem, control: Control, case: ChainCase, start: Stages, *, rounds: int = 16, looked_at: int = 32
 ) -> Iterator[Stages]:
-    """Better and better feasible neighbours of `start`, each the best of its round; ends at a local optimum."""
-    here, step_s = start, _steps(problem, [plan_of(start)])[0]
+    """Better and better feasible neighbours of `start`, each the best of its round; ends at a local optimum.
+
+    Of each round's neighbours, the `looked_at` of least lock-step estimate are simulated.
+    """
+
+    def steps(options: Sequence[Stages]) -> list[float]:
+        plans = [
+            chain_plan(problem, case.chain, case.shape, Answer(stages=o, objective_s=0.0), case.schedule)
+            for o in options
+        ]
+        return [e.step_s if e.feasible else float("inf") for e in evaluate(problem, plans)] if plans else []
+
+    here, step_s = start, steps([start])[0]
     for _ in range(rounds):
-        options = list(neighbours(here, allowed))
-        times = _steps(problem, [plan_of(option) for option in options])
+        control.check()
+        options = sorted(neighbours(here, case.costs.counts), key=lambda o: plan_lockstep_s(case.costs, o))[:looked_at]
+        times = steps(options)
         best = min(range(len(options)), key=times.__getitem__, default=None)
         if best is None or not times[best] < step_s * (1 - 1e-9):
             return
@@ -54,7 +63,3 @@ def neighbours(stages: Stages, allowed: Sequence[int]) -> Iterator[Stages]:
 
 def _replaced(stages: Stages, changes: dict[int, dict[str, int]]) -> Stages:
     return tuple(dataclasses.replace(stage, **changes.get(x, {})) for x, stage in enumerate(stages))
-
-
-def _steps(problem: Problem, plans: Sequence[Plan]) -> list[float]:
-    return [e.step_s if e.feasible else float("inf") for e in evaluate(problem, plans)] if plans else []

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,7 @@ from simpart.searchers._lines import lines, shares
 from simpart.searchers._pipelines import PipelineShape
 from simpart.transfers import sharing
 
-__all__ = ["ChainProblem", "dag_of"]
+__all__ = ["ChainProblem", "dag_of", "in_flight"]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -55,6 +55,11 @@ def dag_of(problem: Problem, graph: Graph, micro_batch: int, device: Device) -> 
         group=flat.op_group,
         cloned=clonable_ops(graph),
     )
+
+
+def in_flight(schedule: str) -> Literal["gpipe", "1f1b"]:
+    """How many micro-batches the memory of a schedule counts."""
+    return "gpipe" if schedule == "gpipe" else "1f1b"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,7 +144,7 @@ class ChainProblem:
             limit_bytes=self.limit_bytes,
             micro_batches=shape.micro_batches,
             allowed=np.ones(full, dtype=np.bool_),
-            in_flight="gpipe" if schedule == "gpipe" else "1f1b",
+            in_flight=in_flight(schedule),
             places=self._places(choices, shape.devices) if self.mixed else None,
         )
 

@@ -127,6 +127,8 @@ class InterOp:
         self.places = np.arange(devices + 1)[None, :] >= self.sizes[:, None]
         if costs.places is not None:
             self.places &= costs.places
+        option, left = np.nonzero(self.places)  # by option, the numbers of devices left where it may stand
+        self._left = np.searchsorted(option, np.arange(len(self.sizes) + 1)), left
         real = np.arange(n + 1)[None, :, None] > np.arange(n)[:, None, None]
         self.time_s = np.where(real & (costs.successors >= 0) & (self.sizes <= devices), time_s, np.inf)
         self.caps: list[float] = np.unique(self.time_s[np.isfinite(self.time_s)]).tolist()
@@ -178,7 +180,7 @@ class InterOp:
         total[0, n, 0] = 0.0
         loop = compiled(_fill, TABLES * self.most_stages * n * n * len(self.sizes))
         if loop is not None:
-            loop(self.time_s, self.costs.successors, self.sizes, self.places, cap, total, largest)
+            loop(self.time_s, self.costs.successors, self.sizes, *self._left, cap, total, largest)
             return total, largest
         for s in range(1, self.most_stages + 1):
             fits = (self.time_s <= cap) & (self.costs.successors >= s - 1)
@@ -220,9 +222,11 @@ def _improve(total: Floats, largest: Floats, at: Integers, candidates: Floats, r
     total[at[better]], largest[at[better]] = least[better], most[better]
 
 
-def _fill(time_s: Any, successors: Any, sizes: Any, places: Any, cap: float, total: Any, largest: Any) -> None:
+def _fill(
+    time_s: Any, successors: Any, sizes: Any, first: Any, lefts: Any, cap: float, total: Any, largest: Any
+) -> None:
     """The same table, compiled."""
-    n, options, width = time_s.shape[0], time_s.shape[2], total.shape[2]
+    n, options = time_s.shape[0], time_s.shape[2]
     for s in range(1, total.shape[0]):
         for i in range(n):
             for k in range(i + 1, n + 1):
@@ -231,9 +235,8 @@ def _fill(time_s: Any, successors: Any, sizes: Any, places: Any, cap: float, tot
                     if t > cap or t == np.inf or successors[i, k, o] < s - 1:
                         continue
                     size = sizes[o]
-                    for d in range(size, width):
-                        if not places[o, d]:
-                            continue
+                    for x in range(first[o], first[o + 1]):
+                        d = lefts[x]
                         candidate = t + total[s - 1, k, d - size]
                         if candidate == np.inf:
                             continue
