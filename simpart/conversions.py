@@ -196,19 +196,36 @@ def _moves(
             if after == before or (isinstance(after, Halo | Partial) and after != target[axis]):
                 continue
             following = (*state[:axis], after, *state[axis + 1 :])
-            if _blocked(before, after, state[axis + 1 :]) or _group_shape(shape, following, sizes, None) is None:
-                continue
             group = _group_shape(shape, state, sizes, axis)
+            if _blocked(before, after, state[axis + 1 :], _outer_shape(shape, state, sizes, axis), sizes[axis]):
+                continue
+            if _group_shape(shape, following, sizes, None) is None:
+                continue
             if group is not None and (step := _step(axis, before, after, group, itemsize, sizes[axis])) is not None:
                 yield following, step
 
 
-def _blocked(before: Placement | Halo, after: Placement | Halo, inner: Sequence[Placement | Halo]) -> bool:
-    """A dim that an inner axis shards cannot be divided or put together outside it."""
-    dims = {shard.dim for p in inner if (shard := _shard(p)) is not None}
-    changed = {shard.dim for p in (before, after) if (shard := _shard(p)) is not None}
-    kept = _shard(before) is not None and _shard(before) == _shard(after)
-    return bool(dims & changed) and not kept
+def _outer_shape(shape: Shape, state: State, sizes: tuple[int, ...], axis: int) -> Shape:
+    """What the axes outside this one leave of a shape."""
+    left = _group_shape(shape, state[:axis], sizes, None)
+    return shape if left is None else left
+
+
+def _blocked(before: Placement | Halo, after: Placement | Halo, inner: Sequence[Placement | Halo], outer: Shape,
+             members: int) -> bool:  # fmt: skip
+    """A dim that an inner axis shards cannot be divided or put together outside it, unless what is divided are whole
+    runs of the inner one's blocks."""
+    changed = [shard for p in (before, after) if (shard := _shard(p)) is not None]
+    if _shard(before) is not None and _shard(before) == _shard(after):
+        return False
+    for p in inner:
+        if (shard := _shard(p)) is None:
+            continue
+        for mine in changed:
+            runs = shard.block is not None and mine.block is None and outer[mine.dim] % (members * shard.block) == 0
+            if mine.dim == shard.dim and not runs:
+                return True
+    return False
 
 
 def _step(axis: int, before: Placement, after: Placement | Halo, group: Shape, itemsize: int, n: int) -> Step | None:
