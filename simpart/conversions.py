@@ -106,10 +106,10 @@ def single_steps(
     before, all_sizes = state[axis], tuple(sizes)
     if isinstance(before, Halo) or _group_shape(shape, state, all_sizes, None) is None:
         return
-    group = _group_shape(shape, state, all_sizes, axis)
+    group, outer = _group_shape(shape, state, all_sizes, axis), _outer_shape(shape, state, all_sizes, axis)
     for after in targets:
         following = (*state[:axis], after, *state[axis + 1 :])
-        if after == before or group is None or _blocked(before, after, state[axis + 1 :]):
+        if after == before or group is None or _blocked(before, after, state[axis + 1 :], outer, all_sizes[axis]):
             continue
         if _group_shape(shape, following, all_sizes, None) is not None:
             step = _step(axis, before, after, group, itemsize, all_sizes[axis])
