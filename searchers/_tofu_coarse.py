@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +21,7 @@ from simpart.ops import base_name
 from simpart.searchers._tofu_steps import Steps
 from simpart.searchers._tofu_work import AtenKernel, Link, Request, Value, Workload
 from simpart.sharding.mesh import calls_of
-from simpart.sizes import DTYPE_BYTES
+from simpart.sizes import DTYPE_BYTES, TensorSpec, size_at
 from simpart.tdl import Call, is_elementwise, undescribed_reason
 
 __all__ = ["Coarse", "coarsen"]
@@ -178,9 +179,18 @@ def _value_table(graph: Graph, micro_batch: int, value_of: np.ndarray) -> tuple[
             continue
         found[number] = Value(
             name=name, shape=spec.shape(micro_batch), itemsize=DTYPE_BYTES[spec.dtype], count=int(counts[number]),
-            is_parameter=v in parameters, is_free=v not in made,
+            is_parameter=v in parameters, is_free=v not in made, **_row(spec, micro_batch),
         )  # fmt: skip
     return tuple(found[n] for n in range(len(found)))
+
+
+def _row(spec: TensorSpec, micro_batch: int) -> dict[str, Any]:
+    """Along which dim samples differ; a dim of several per sample may have them behind something else."""
+    for dim, size in enumerate(spec.dims):
+        if not isinstance(size, int):
+            return {"row": dim, "row_block": micro_batch if size_at(size, micro_batch) > micro_batch else None}
+    long = [dim for dim, size in enumerate(spec.dims) if isinstance(size, int) and size > 1]
+    return {"row": long[0] if long else 0}
 
 
 def _source_values(graph: Graph) -> tuple[set[int], dict[int, str]]:

@@ -11,7 +11,7 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.schedule import Schedule
 from simpart.searchers._tofu_coarse import Coarse
 from simpart.searchers._tofu_price import axis_names
-from simpart.searchers._tofu_search import Found
+from simpart.searchers._tofu_search import Found, chosen_of
 from simpart.searchers._tofu_work import Request
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.patterns import by_pattern
@@ -29,26 +29,15 @@ def mesh_group(factors: Sequence[int]) -> DeviceGroup:
     return DeviceGroup(devices=Devices.of(range(count)), axes=tuple(zip(axis_names(factors), factors, strict=True)))
 
 
-def nodes_of(coarse: Coarse, found: Found) -> list[list[Request | Placement]]:
-    """Per node of the workload what it does in each step."""
-    work = coarse.work
-    chosen: list[list[Request | Placement]] = [[] for _ in range(len(work.kernels) + len(work.values))]
-    for assignments in found.steps:
-        for members, assignment in zip(work.groups, assignments, strict=True):
-            for node, what in zip(members, assignment, strict=True):
-                chosen[node].append(what)
-    return chosen
-
-
 def requests_of(coarse: Coarse, found: Found) -> list[tuple[Request, ...]]:
     """Per kernel of the workload its request in each step."""
-    rows = nodes_of(coarse, found)[: len(coarse.work.kernels)]
+    rows = chosen_of(coarse.work, found)[: len(coarse.work.kernels)]
     return [tuple(r for r in row if isinstance(r, Request)) for row in rows]
 
 
 def schemes_of(coarse: Coarse, found: Found) -> list[tuple[Placement, ...]]:
     """Per value of the workload how it rests, step by step."""
-    rows = nodes_of(coarse, found)[len(coarse.work.kernels) :]
+    rows = chosen_of(coarse.work, found)[len(coarse.work.kernels) :]
     return [tuple(p for p in row if not isinstance(p, Request)) for row in rows]
 
 

@@ -49,6 +49,8 @@ def seconds_of(model: CommModel, cluster: Cluster, group: DeviceGroup, names: Se
         for kind in kinds:
             keys.append((level, kind))
             rows += [Collective(kind, int(n), members[0], shared) for n in _SIZES]
+    if not rows:
+        return lambda level, lies, needed, received: 0.0
     times = model.estimate(CollectiveTable(tuple(rows)), cluster).mean_s.reshape(len(keys), -1)
     logs = {key: np.log(np.maximum(row, 1e-12)) for key, row in zip(keys, times, strict=True)}
     grid = np.log(_SIZES)

@@ -15,11 +15,14 @@ import numpy as np
 
 from simpart.placement import Partial, Placement, Replicate
 from simpart.searchers._cost_graph import CostGraph, Level, Table, minimise, near_optimal
-from simpart.searchers._tofu_regions import device_received
-from simpart.searchers._tofu_steps import Assignment, State, Step, Steps
-from simpart.searchers._tofu_work import KernelState, Link, Request, place_at
+from simpart.searchers._tofu_regions import Region, cut, device_received, received
+from simpart.searchers._tofu_steps import Assignment, State, Step, Steps, Weigh
+from simpart.searchers._tofu_work import KernelState, Link, Request, Workload, place_at
 
-__all__ = ["Found", "exchanged_bytes", "joint", "lone_bound", "recount", "recursion", "tie_range"]
+__all__ = [
+    "Found", "chosen_of", "counted_bytes", "joint", "link_bytes", "lone_bound", "recount", "recursion", "tie_range",
+    "weighed",
+]  # fmt: skip
 
 CLOSE = 1e-9
 """Costs closer than this, relatively, are equal."""
@@ -53,10 +56,11 @@ def recursion(
     beam: int = 16,
     ties: int = 64,
     slack: float = 0.0,
+    choose: Callable[[Step], Sequence[int]] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Found:
     """Keep `beam` states after each step, each followed by its at most `ties` optimal choices, or those within a
-    fraction `slack` of the optimum."""
+    fraction `slack` of the optimum; `choose` takes a step's choice instead (a greedy rule)."""
     Path = tuple[tuple[float, ...], tuple[tuple[Assignment, ...], ...]]
     beams: dict[State, Path] = {steps.start(): ((), ())}
     seen, first, last = 0, 0.0, len(steps.factors) - 1
@@ -65,7 +69,11 @@ def recursion(
         for state, (deltas, taken) in beams.items():
             check()
             step = steps.step(state, level)
-            choices = _choices(step, ties if level < last else 1, slack)
+            if choose is not None:
+                picked = tuple(map(int, choose(step)))
+                choices = [(step.cost(picked), picked)]
+            else:
+                choices = _choices(step, ties if level < last else 1, slack)
             for cost, choice in choices:
                 seen += 1
                 after, so_far = step.following(choice), (*deltas, cost)
@@ -232,34 +240,78 @@ def _by_device(steps: Steps, a: int, b: int, options: Sequence[Sequence[_Path]])
 
 
 # --- what is known of a total ----------------------------------------------------------------------------------------
-def recount(steps: Steps, found: Found) -> float:
-    """Bytes that all devices together receive, counted device by device."""
-    work, total = steps.work, 0.0
+def chosen_of(work: Workload, found: Found) -> list[list[Request | Placement]]:
+    """Per node of the workload what it does in each step."""
     chosen: list[list[Request | Placement]] = [[] for _ in range(len(work.kernels) + len(work.values))]
     for assignments in found.steps:
         for members, assignment in zip(work.groups, assignments, strict=True):
             for node, what in zip(members, assignment, strict=True):
                 chosen[node].append(what)
+    return chosen
+
+
+def link_bytes(work: Workload, found: Found) -> list[float]:
+    """Bytes that all devices together receive for each link, counted device by device."""
+    chosen, total = chosen_of(work, found), []
     for link in work.links:
         needs = tuple(place_at(r, link) for r in chosen[link.kernel] if isinstance(r, Request))
         lies = tuple(p for p in chosen[work.node_of_value(link.value)] if not isinstance(p, Request))
         value = work.values[link.value]
         ways = (needs, lies) if link.makes else (lies, needs)
-        total += link.count * value.itemsize * device_received(value.shape, *ways, found.factors)
-    return total + exchanged_bytes(steps, found)
+        total.append(link.count * value.itemsize * device_received(value.shape, *ways, found.factors))
+    return total
 
 
-def exchanged_bytes(steps: Steps, found: Found) -> float:
+def recount(work: Workload, found: Found) -> float:
+    """Bytes that all devices together receive, counted device by device, exchanges inside kernels included."""
+    return sum(link_bytes(work, found)) + exchanged_bytes(work, found)
+
+
+def counted_bytes(work: Workload, found: Found) -> float:
+    """Bytes that the recursion counts in its first groups, whatever the costs were that it went by."""
+    return weighed(work, found, lambda level, lies, needed, size: prod(found.factors[:level]) * size)
+
+
+def weighed(work: Workload, found: Found, weigh: Weigh) -> float:
+    """The cost of a sequence of steps by other prices than it was found with."""
+    chosen, total = chosen_of(work, found), 0.0
+    kernels = [KernelState.of(kernel) for kernel in work.kernels]
+    regions = [Region(value.shape) for value in work.values]
+    for level, parts in enumerate(found.factors):
+        for link in work.links:
+            request, place = chosen[link.kernel][level], chosen[work.node_of_value(link.value)][level]
+            assert isinstance(request, Request) and not isinstance(place, Request)
+            mine, there = kernels[link.kernel].region(link), place_at(request, link)
+            if link.makes:
+                lies, needed, elements = there, place, received(mine, there, regions[link.value], place, parts)
+            else:
+                lies, needed, elements = place, there, received(regions[link.value], place, mine, there, parts)
+            if elements:
+                total += link.count * weigh(level, lies, needed, elements * work.values[link.value].itemsize)
+        for k, state in enumerate(kernels):
+            request = chosen[k][level]
+            assert isinstance(request, Request)
+            if request.exchanged:
+                itemsize = max((work.values[x.value].itemsize for x in work.links_of[k] if x.makes), default=4)
+                size = 2 * (parts - 1) * request.exchanged * itemsize
+                total += work.counts[k] * weigh(level, Partial(), Replicate(), size)
+            kernels[k] = state.after(request, parts)
+        for v, region in enumerate(regions):
+            place = chosen[work.node_of_value(v)][level]
+            assert not isinstance(place, Request)
+            regions[v] = cut(region, place, parts)
+    return total
+
+
+def exchanged_bytes(work: Workload, found: Found) -> float:
     """Bytes of the all-reduces inside kernels."""
-    work, total = steps.work, 0.0
-    for level, assignments in enumerate(found.steps):
-        groups = prod(found.factors[:level])
-        for members, assignment in zip(work.groups, assignments, strict=True):
-            for node, what in zip(members, assignment, strict=True):
-                if isinstance(what, Request) and what.exchanged:
-                    itemsize = max((work.values[x.value].itemsize for x in work.links_of[node] if x.makes), default=4)
-                    size = 2 * (found.factors[level] - 1) * what.exchanged * itemsize
-                    total += groups * work.counts[node] * size
+    total = 0.0
+    for node, row in enumerate(chosen_of(work, found)[: len(work.kernels)]):
+        itemsize = max((work.values[x.value].itemsize for x in work.links_of[node] if x.makes), default=4)
+        for level, what in enumerate(row):
+            if isinstance(what, Request):
+                size = 2 * (found.factors[level] - 1) * what.exchanged * itemsize
+                total += prod(found.factors[:level]) * work.counts[node] * size
     return total
 
 

@@ -116,7 +116,8 @@ class AtenKernel:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value:
-    """A tensor, `count` of them. `is_free`: it may lie any way at no cost before it is used (weights, inputs)."""
+    """A tensor, `count` of them. `is_free`: it may lie any way at no cost before it is used (weights, inputs). `row` is
+    the dim along which samples differ, 0 for a parameter; in runs of `row_block` where samples do not come first."""
 
     name: str
     shape: tuple[int, ...]
@@ -124,6 +125,8 @@ class Value:
     count: int = 1
     is_parameter: bool = False
     is_free: bool = False
+    row: int = 0
+    row_block: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

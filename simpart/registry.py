@@ -27,6 +27,18 @@ SEARCHERS = {
     "piper": "simpart.searchers.piper:Piper",
     "random": "simpart.searchers.random:Random",
     "rannc": "simpart.searchers.rannc:Rannc",
+    "tofu": "simpart.searchers.tofu:Tofu",
+    "tofu_allrow": "simpart.searchers.tofu:tofu_allrow",
+    "tofu_data_parallel": "simpart.searchers.tofu:tofu_data_parallel",
+    "tofu_equalchop": "simpart.searchers.tofu:tofu_equalchop",
+    "tofu_icml18": "simpart.searchers.tofu:tofu_icml18",
+    "tofu_one_weird_trick": "simpart.searchers.tofu:tofu_one_weird_trick",
+    "tofu_seconds": "simpart.searchers.tofu:tofu_seconds",
+    "tofu_spartan": "simpart.searchers.tofu:tofu_spartan",
+    "rhino": "simpart.searchers.rhino:Rhino",
+    "rhino_o1": "simpart.searchers.rhino:rhino_o1",
+    "rhino_o2": "simpart.searchers.rhino:rhino_o2",
+    "rhino_o4": "simpart.searchers.rhino:rhino_o4",
     "two_bw": "simpart.searchers.two_bw:two_bw",
 }
 """Name of a searcher → `module:class or function`, called without arguments."""

@@ -25,7 +25,7 @@ def solve_mlp(inputs: Mapping[str, Any]) -> dict[str, Any]:
     if not low <= plain.total <= high:
         raise FormatError(f"a plain recursion gives {plain.total}, outside of {low} to {high}")
     best = search.joint(made)
-    if abs(search.recount(made, plain) - plain.total) > 0.2 * plain.total:
+    if abs(search.recount(work, plain) - plain.total) > 0.2 * plain.total:
         raise FormatError("devices receive other amounts than the recursion counts")
     with_whole = search.recursion(steps.Steps(work, factors[:1], rules(whole=True)))
     without = search.recursion(steps.Steps(work, factors[:1]))
