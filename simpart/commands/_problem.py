@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
 __all__ = [
     "build_problem", "configuration_of", "configuration_options", "costs_of", "freeze_costs", "parse_seconds",
-    "problem_options",
+    "problem_options", "training_of",
 ]  # fmt: skip
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -40,8 +41,16 @@ def problem_options(*, required: bool = True) -> Callable[[F], F]:
             "--cluster", required=required, help="Name, NAME:NODES or a YAML file; see simpart hardware list."
         ),
         click.option("--global-batch", type=int, required=required, help="Samples per optimizer step."),
-        click.option("--precision", default="float32", show_default=True, help="Of parameters and activations."),
-        click.option("--optimizer", type=click.Choice(list(OPTIMIZER_STATES)), default="adamw", show_default=True),
+        click.option(
+            "--training",
+            type=click.Path(path_type=Path),
+            default=None,
+            metavar="FILE.yaml",
+            help="Training recipe: optimizer, precision, master weights, frozen parameters; what the next three say "
+            "goes before it.",
+        ),
+        click.option("--precision", default=None, help="Of parameters and activations.  [default: float32]"),
+        click.option("--optimizer", type=click.Choice(list(OPTIMIZER_STATES)), default=None, help="[default: adamw]"),
         click.option("--clip", type=float, default=None, help="Clip gradients to this global norm."),
         click.option("--store", type=click.Path(path_type=Path), default=None, help="Folder of profiles to use."),
         click.option("--no-profiles", is_flag=True, help="Ignore measured profiles: predict from data sheets alone."),
@@ -111,10 +120,9 @@ def build_problem(model: str, options: dict[str, Any], space: Space | None = Non
 
     cluster = load_cluster(options["cluster"])
     check_global_batch(options["global_batch"])
-    precision = options["precision"]
-    training = TrainingSpec(optimizer=options["optimizer"], precision=precision, gradient_clip_norm=options["clip"])
+    training = training_of(options)
     with notice(f"capturing {model}"):
-        graph = load_graph_or_model(model, precision=precision, cache=not options["no_cache"])
+        graph = load_graph_or_model(model, precision=training.precision, cache=not options["no_cache"])
     costs = costs_of(cluster, options)
     return Problem(
         graph=graph,
@@ -124,6 +132,15 @@ def build_problem(model: str, options: dict[str, Any], space: Space | None = Non
         global_batch=options["global_batch"],
         space=space or Space(),
     )
+
+
+def training_of(options: dict[str, Any]) -> TrainingSpec:
+    """The recipe of a command: its file, and what its flags say otherwise."""
+    from simpart.training_files import load_training
+
+    recipe = TrainingSpec() if options["training"] is None else load_training(options["training"])
+    flags = {"precision": "precision", "optimizer": "optimizer", "clip": "gradient_clip_norm"}
+    return replace(recipe, **{name: options[flag] for flag, name in flags.items() if options[flag] is not None})
 
 
 def costs_of(cluster: Cluster, options: dict[str, Any]) -> Costs:
