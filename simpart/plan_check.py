@@ -9,7 +9,7 @@ from simpart.errors import UnknownNameError, UserError
 from simpart.graph import Graph
 from simpart.placement import Halo, Partial, Placement, Shard, Sharding, Strategy
 from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan, kernel_ids
-from simpart.sizes import Affine, Size, TensorSpec
+from simpart.sizes import Size, TensorSpec, size_at
 
 if TYPE_CHECKING:
     from simpart.partition import Partition
@@ -25,10 +25,13 @@ def check_shardings(plan: Plan, graph: Graph) -> None:
         users = [(s, plan.groups[stage.group]) for s, stage in enumerate(plan.stages) if stage.sharding == name]
         if not users:
             raise UserError(f"sharding {name!r} is used by no stage; name it in a stage or leave it out")
-        _check_sharding(name, sharding, graph, users)
+        batches = sorted({size for _, group in users for size in plan.batch.sizes[plan.groups.index(group)]})
+        _check_sharding(name, sharding, graph, users, batches)
 
 
-def _check_sharding(what: str, sharding: Sharding, graph: Graph, users: Sequence[tuple[int, DeviceGroup]]) -> None:
+def _check_sharding(
+    what: str, sharding: Sharding, graph: Graph, users: Sequence[tuple[int, DeviceGroup]], batches: Sequence[int]
+) -> None:
     class_of = dict(zip(kernel_ids(graph), graph.flat.kernel_class.tolist(), strict=True))
     first: dict[int, str] = {}
     for kernel, cls in class_of.items():
@@ -50,12 +53,15 @@ def _check_sharding(what: str, sharding: Sharding, graph: Graph, users: Sequence
                 raise UserError(f"kernel {kernel}: axis dp holds replicas, which split no kernel; use another axis")
             for stage, group in users:
                 _check_axes(f"kernel {kernel}", strategy.axes, group.sharding_axes, f"the group of stage {stage}")
-            _check_strategy(kernel, strategy, graph.kernel_class_inputs[cls], graph.kernel_classes[cls].outputs)
+            _check_strategy(
+                kernel, strategy, graph.kernel_class_inputs[cls], graph.kernel_classes[cls].outputs, batches
+            )
 
 
 def _check_strategy(
-    kernel: str, strategy: Strategy, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec]
-) -> None:
+    kernel: str, strategy: Strategy, inputs: Sequence[TensorSpec], outputs: Sequence[TensorSpec],
+    batches: Sequence[int],
+) -> None:  # fmt: skip
     for axis, split in strategy.axes:
         for what, places, specs in (("inputs", split.inputs, inputs), ("outputs", split.outputs, outputs)):
             if len(places) != len(specs):
@@ -64,7 +70,7 @@ def _check_strategy(
                     "give one placement for each"
                 )
             for i, (place, spec) in enumerate(zip(places, specs, strict=True)):
-                _check_placement(f"kernel {kernel}, {what[:-1]} {i}", place, spec)
+                _check_placement(f"kernel {kernel}, {what[:-1]} {i}", place, spec, batches)
 
 
 def check_state(plan: Plan, graph: Graph, found: Partition) -> None:
@@ -106,22 +112,20 @@ def _check_axes(what: str, places: Iterable[tuple[str, object]], axes: Sequence[
             raise UserError(f"{what}: {where} has no axis {axis!r}; it has {', '.join(known) or 'none'}")
 
 
-def _check_placement(what: str, place: Placement | Halo, spec: TensorSpec) -> None:
+def _check_placement(what: str, place: Placement | Halo, spec: TensorSpec, batches: Sequence[int] = (1,)) -> None:
     shard = place.shard if isinstance(place, Halo) else place
     if not isinstance(shard, Shard):
         return
     if shard.dim >= len(spec.dims):
         raise UserError(f"{what} has {len(spec.dims)} dims, its placement {place} names dim {shard.dim}; count from 0")
     size = spec.dims[shard.dim]
-    if shard.block is not None and (shard.block < 1 or not _divides(shard.block, size)):
+    if shard.block is not None and (shard.block < 1 or not _divides(shard.block, size, batches)):
         raise UserError(f"{what}: block must divide dim {shard.dim} of size {size}, got {shard.block}; use a divisor")
 
 
-def _divides(block: int, size: Size) -> bool:
-    if isinstance(size, int):
-        return size % block == 0
-    parts = (size.base, size.slope) if isinstance(size, Affine) else tuple(value for _, value in size.values)
-    return all(part % block == 0 for part in parts)
+def _divides(block: int, size: Size, batches: Sequence[int]) -> bool:
+    """At the micro-batches of the plan."""
+    return all(size_at(size, batch) % block == 0 for batch in batches)
 
 
 def _once(what: str, names: Sequence[str]) -> None:
