@@ -33,22 +33,21 @@ class Boost:
 
     def predict(self, columns: Matrix) -> Floats:
         """The sum of all trees for each row; `columns[f]` is feature f of all rows."""
-        rows = columns.shape[1]
-        total = np.zeros(rows, dtype=np.float32)
-        above, code, value = (
-            np.empty(rows, dtype=bool),
-            np.empty(rows, dtype=np.uint8),
-            np.empty(rows, dtype=np.float32),
-        )
-        bit = above.view(np.uint8)
-        for features, thresholds, leaves in zip(self.features.tolist(), self.thresholds, self.leaves, strict=True):
-            code.fill(0)
-            for feature, threshold in zip(reversed(features), thresholds[::-1], strict=True):
-                np.greater(columns[feature], threshold, out=above)
-                np.add(code, code, out=code)
-                np.bitwise_or(code, bit, out=code)
-            np.take(leaves, code, out=value, mode="clip")
-            total += value
+        rows, column = columns.shape[1], list(columns)
+        total, value = np.zeros(rows, dtype=np.float32), np.empty(rows, dtype=np.float32)
+        above, code = np.empty(rows, dtype=bool), np.empty(rows, dtype=np.uint8)
+        bit, first = above.view(np.uint8), code.view(bool)
+        greater, add = np.greater, np.add
+        for features, thresholds, leaves in zip(
+            self.features[:, ::-1].tolist(), self.thresholds[:, ::-1].tolist(), self.leaves, strict=True
+        ):
+            greater(column[features[0]], thresholds[0], first)
+            for feature, threshold in zip(features[1:], thresholds[1:], strict=True):
+                greater(column[feature], threshold, above)
+                add(code, code, code)
+                add(code, bit, code)
+            leaves.take(code, out=value, mode="clip")
+            add(total, value, total)
         return total.astype(np.float64)
 
 

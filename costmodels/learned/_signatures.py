@@ -167,7 +167,7 @@ def _convolution(signature: Signature) -> Question | None:
 def _memory(signature: Signature, family: str, target: _Target) -> Question | None:
     moved, largest, most = 0, None, 0
     for form in (*signature.inputs, *signature.outputs):
-        count = _elements(form)
+        count = prod(form.shape) if form.strides is None else _elements(form)
         moved += count * DTYPE_BYTES[form.dtype]
         if count > most:
             largest, most = form, count
@@ -205,6 +205,5 @@ def _memory(signature: Signature, family: str, target: _Target) -> Question | No
 
 def _elements(form: TensorForm) -> int:
     """Elements in memory: a dim of stride 0 (an expanded one) counts once."""
-    if form.strides is None:
-        return prod(form.shape)
+    assert form.strides is not None
     return prod(1 if stride == 0 and dim else dim for dim, stride in zip(form.shape, form.strides, strict=True))
