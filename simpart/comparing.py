@@ -163,7 +163,7 @@ def reason_kinds(infeasible: Mapping[str, int]) -> dict[str, int]:
     """
     counts: Counter[str] = Counter()
     for why, count in infeasible.items():
-        counts[re.sub(r"\d+(?:\.\d+)?(?:, (?=\d))?", "…", why)] += count
+        counts[re.sub(r"\d+(?:\.\d+)?(?:, \d+(?:\.\d+)?)*", "…", why)] += count
     return dict(counts.most_common())
 
 
