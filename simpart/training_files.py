@@ -10,14 +10,16 @@ frozen: ["*.lora_base.*"]
 
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 from simpart.errors import FormatError, UserError
 from simpart.plan_format import training_from_json
-from simpart.training import TrainingSpec
+from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
 __all__ = ["load_training"]
 
@@ -45,7 +47,15 @@ def load_training(path: Path) -> TrainingSpec:
     for key in content:
         if key not in known:
             raise FormatError(f"{path}: unknown key {key!r}; a recipe has {', '.join(known)}")
+    optimizer = content.get("optimizer", "adamw")
+    if optimizer not in OPTIMIZER_STATES:
+        raise FormatError(f"{path}: optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {optimizer!r}")
     try:
-        return training_from_json(content)
+        return training_from_json({key: _number(value) for key, value in content.items()})
     except UserError as error:
         raise FormatError(f"{path}: {error}") from error
+
+
+def _number(value: Any) -> Any:
+    """YAML 1.1 takes `3e-4`, which has no point, for text."""
+    return float(value) if isinstance(value, str) and re.fullmatch(r"[+-]?\d+[eE][+-]?\d+", value) else value
