@@ -27,7 +27,7 @@ MAX_DEVICES = 10_000_000
 """More than any cluster: a slip of the pen in a file must not fill the memory."""
 
 
-MAX_ACTIONS = 2**21
+MAX_ACTIONS = 2**24
 """Micro-batches times stages; likewise."""
 
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from simpart.engines import compiled
 from simpart.errors import UserError
-from simpart.program import Program
+from simpart.program import Program, TaskKind
 
 __all__ = [
-    "DRAWS", "SEED", "Comparison", "Disturbances", "Failures", "Goodput", "compare_steps", "goodput", "sample_steps",
+    "DRAWS", "SEED", "Comparison", "Disturbances", "Failures", "Goodput", "compare", "compare_steps", "goodput",
+    "sample_steps",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -27,7 +28,8 @@ QUIET = 1.0
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Disturbances:
     """What may befall a step besides: each device is a straggler with probability `straggler_share` and then takes
-    `straggler_factor` times as long; each link between two groups, likewise, is degraded."""
+    `straggler_factor` times as long for its kernels and updates; the link of each device, likewise, for what it sends.
+    """
 
     straggler_share: float = 0.0
     straggler_factor: float = 1.0
@@ -77,20 +79,24 @@ def _slowed(program: Program, draws: int, seed: int, given: Disturbances) -> Tab
     assert facts is not None  # sample_steps checks
     found = np.ones((draws, len(topology.class_names)))
     uniform = {
-        name: np.random.default_rng([seed, crc32(name.encode())]).random((draws, 1 + max(map(max, facts.devices))))
+        name: np.random.default_rng([seed, crc32(name.encode())]).random((1 + max(map(max, facts.devices)), draws)).T
         for name in ("stragglers", "links")
     }
     for g, devices in enumerate(facts.devices):
-        mine = (topology.resource == g) & (topology.kind != 5)
+        computes = (topology.kind < TaskKind.SEND) | (topology.kind == TaskKind.OPTIMIZER)
+        mine = (topology.resource == g) & computes
         slow = (uniform["stragglers"][:, list(devices)] < given.straggler_share).any(axis=1)
         classes = np.unique(topology.task_class[mine])
         factor = np.where(slow, given.straggler_factor, QUIET)[:, None]
         found[:, classes] = np.maximum(found[:, classes], factor)
-    for r in range(topology.groups, len(topology.resource_names)):
-        source = int(topology.resource_names[r].split()[1].partition(">")[0])
+    sending = (topology.kind == TaskKind.SEND) | (topology.kind == TaskKind.REDUCE)
+    sending |= topology.kind == TaskKind.COLLECTIVE
+    for r, name in enumerate(topology.resource_names):  # `group 1`, `stream 1 tp`, `link 1>2`
+        source = int(name.split()[1].partition(">")[0])
         slow = (uniform["links"][:, list(facts.devices[source])] < given.link_share).any(axis=1)
-        classes = np.unique(topology.task_class[topology.resource == r])
-        found[:, classes] = np.where(slow, given.link_factor, QUIET)[:, None]
+        classes = np.unique(topology.task_class[(topology.resource == r) & sending])
+        factor = np.where(slow, given.link_factor, QUIET)[:, None]
+        found[:, classes] = np.maximum(found[:, classes], factor)
     return found
 
 
@@ -117,7 +123,12 @@ def compare_steps(
         assert program.facts is not None or program.spread is None  # sample_steps says what is missing
         found = sample_steps(program, draws, seed, disturbances)
         steps.append(found / (program.facts.samples if program.facts else 1))
-    ratio = steps[1] / steps[0]
+    return compare(*steps)
+
+
+def compare(a: Floats, b: Floats) -> Comparison:
+    """Seconds per sample of two plans, world by world."""
+    ratio = b / a
     low, middle, high = np.quantile(ratio, [0.05, 0.5, 0.95])
     return Comparison(
         probability=float((ratio > 1).mean() + 0.5 * (ratio == 1).mean()),
@@ -146,11 +157,14 @@ class Failures:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goodput:
     """The best seconds of work between checkpoints, the part of the machine's time that ends in finished steps, and
-    the seconds that a step then takes on average."""
+    the seconds that a step then takes on average. `young_s` is Young's interval, `machine_mtbf_s` the time between
+    failures of any device."""
 
     interval_s: float
     fraction: float
     step_s: float
+    young_s: float
+    machine_mtbf_s: float
 
 
 def goodput(step_s: float, devices: int, failures: Failures) -> Goodput:
@@ -161,13 +175,16 @@ def goodput(step_s: float, devices: int, failures: Failures) -> Goodput:
     optimum checkpoint interval" (2006), equations 13 and 37; its first term is Young's (1974).
     """
     machine, d = failures.device_mtbf_s / devices, failures.checkpoint_s
+    young = math.sqrt(2 * d * machine)
     if d < 2 * machine:
         x = d / (2 * machine)
-        interval = math.sqrt(2 * d * machine) * (1 + math.sqrt(x) / 3 + x / 9) - d
+        interval = young * (1 + math.sqrt(x) / 3 + x / 9) - d
     else:
         interval = machine
     exponent = failures.restart_s / machine + (interval + d) / machine
     if exponent > 700:  # no piece of work is ever finished
-        return Goodput(interval_s=interval, fraction=0.0, step_s=math.inf)
+        return Goodput(interval_s=interval, fraction=0.0, step_s=math.inf, young_s=young, machine_mtbf_s=machine)
     stretch = machine * math.exp(failures.restart_s / machine) * math.expm1((interval + d) / machine) / interval
-    return Goodput(interval_s=interval, fraction=1 / stretch, step_s=step_s * stretch)
+    return Goodput(
+        interval_s=interval, fraction=1 / stretch, step_s=step_s * stretch, young_s=young, machine_mtbf_s=machine
+    )

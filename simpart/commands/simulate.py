@@ -24,6 +24,7 @@ from simpart.commands._problem import (
     freeze_costs,
     problem_options,
 )
+from simpart.commands._stochastic import STOCHASTIC, print_worlds, stochastic_options, worlds_asked
 from simpart.errors import UserError
 
 __all__ = ["simulate"]
@@ -41,6 +42,7 @@ __all__ = ["simulate"]
 @click.option("--trace", type=PLACE, default=None, help="Perfetto trace to write.")
 @click.option("--report", type=PLACE, default=None, help="Page (.html) or picture (.png, .svg).")
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")
+@stochastic_options()
 @coverage_options()
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")
 def simulate(
@@ -67,6 +69,11 @@ def simulate(
     settings = settings_of(grain, prefetch, overlap)
     result = simulate_plan(problem, plan, engine, grain, settings)  # type: ignore[arg-type]
     freeze_costs(problem, options)
+    worlds = worlds_asked(
+        result.program,
+        options,
+        lambda path: simulate_plan(*plan_of(path, options), engine, grain, settings).program,  # type: ignore[arg-type]
+    )
     if trace is not None:
         from simpart.trace import save_trace
 
@@ -78,10 +85,15 @@ def simulate(
         words = describe(plan, problem.graph.at(max(plan.batch.sizes[0])), problem.cluster)
         save_report(report, result, title, words)
     if as_json:
-        print_document(prediction_document(plan, result, **coverage_documents(problem, plan, profile_next)))
+        more = coverage_documents(problem, plan, profile_next)
+        if worlds is not None:
+            more = {"stochastic": worlds.to_json(), **more}
+        print_document(prediction_document(plan, result, **more))
         stop_if_extrapolated(result, fail_if_extrapolated)
         return
     print_prediction(problem, plan, result, title)
+    if worlds is not None:
+        print_worlds(worlds, options["against"])
     print_coverage(problem, plan, profile_next)
     if timeline:
         from simpart.timeline import timeline as text_timeline
@@ -99,7 +111,7 @@ def refuse_options() -> None:
     context = click.get_current_context()
     mine = (
         "store", "no_profiles", "costs", "freeze_costs", "engine", "grain", "prefetch", "overlap", "trace", "report",
-        "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target",
+        "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target", *STOCHASTIC,
     )  # fmt: skip
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
@@ -111,21 +123,8 @@ def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
     """(Problem, Plan) of a plan file, or of a model with options."""
     path = Path(target)
     if path.suffix == ".json" or (path.is_file() and path.suffix != ".graph"):
-        from simpart.plan_format import load_plan
-        from simpart.problem import Problem
-
         refuse_options()
-        file = load_plan(path)
-        costs = costs_of(file.cluster, options)
-        problem = Problem(
-            graph=file.graph,
-            training=file.training,
-            cluster=file.cluster,
-            costs=costs,
-            global_batch=file.plan.global_batch,
-            mode=file.plan.mode,
-        )
-        return problem, file.plan
+        return plan_of(path, options)
     missing = [name for name in ("cluster", "global_batch") if options[name] is None]
     if missing:
         raise UserError(f"{target!r} is not a plan file, and a model needs --{missing[0].replace('_', '-')}")
@@ -134,3 +133,20 @@ def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
     configuration = configuration_of(options)
     problem = build_problem(target, options)
     return problem, configure(problem, configuration)
+
+
+def plan_of(path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
+    """(Problem, Plan) of a plan file."""
+    from simpart.plan_format import load_plan
+    from simpart.problem import Problem
+
+    file = load_plan(path)
+    problem = Problem(
+        graph=file.graph,
+        training=file.training,
+        cluster=file.cluster,
+        costs=costs_of(file.cluster, options),
+        global_batch=file.plan.global_batch,
+        mode=file.plan.mode,
+    )
+    return problem, file.plan
