@@ -48,7 +48,7 @@ def load_training(path: Path) -> TrainingSpec:
         if key not in known:
             raise FormatError(f"{path}: unknown key {key!r}; a recipe has {', '.join(known)}")
     optimizer = content.get("optimizer", "adamw")
-    if optimizer not in OPTIMIZER_STATES:
+    if not isinstance(optimizer, str) or optimizer not in OPTIMIZER_STATES:
         raise FormatError(f"{path}: optimizer must be one of {', '.join(OPTIMIZER_STATES)}, got {optimizer!r}")
     try:
         return training_from_json({key: _number(value) for key, value in content.items()})

@@ -47,6 +47,7 @@ def test_flags_go_before_the_file(tmp_path: Path) -> None:
         ("precision: [1", "is no YAML"),
         ("precision: float17", "unknown dtype 'float17'"),
         ("optimizer: lion", "optimizer must be one of"),
+        ("optimizer: [adam]", "optimizer must be one of"),
         ("betas: 3", "betas"),
         ("gradient_clip_norm: -1", "gradient_clip_norm must be positive"),
         ("!!python/object/apply:os.system [true]", "is no YAML"),
