@@ -141,7 +141,7 @@ def choices(
     times = np.array([p.seconds for p in communication.of(talks)])
     finished: dict[int, Choices] = {}
     result = []
-    for draft in drafts:
+    for call, draft in zip(calls, drafts, strict=True):
         if id(draft) not in finished:
             combined, priced, inside = draft
             exchange_s = np.zeros(len(combined))
@@ -150,13 +150,17 @@ def choices(
             strategies = tuple(tuple(s.strategy for s in splits) for splits in combined)
             finished[id(draft)] = Choices(
                 splits=strategies,
-                inputs=tuple(tuple(zip(*(s.inputs for s in chosen), strict=True)) for chosen in strategies),
-                outputs=tuple(tuple(zip(*(s.outputs for s in chosen), strict=True)) for chosen in strategies),
+                inputs=tuple(_layouts(chosen, "inputs", len(call.inputs)) for chosen in strategies),
+                outputs=tuple(_layouts(chosen, "outputs", len(call.outputs)) for chosen in strategies),
                 compute_s=seconds[np.array(priced, dtype=np.int64)] if priced else np.zeros(0),
                 exchange_s=exchange_s,
             )
         result.append(finished[id(draft)])
     return result
+
+
+def _layouts(chosen: Sequence[AxisStrategy], side: str, count: int) -> tuple[Layout, ...]:
+    return tuple(tuple(getattr(split, side)[k] for split in chosen) for k in range(count))
 
 
 def _lies(split: Split, wanted: Mapping[tuple[str, int], Placement]) -> bool:

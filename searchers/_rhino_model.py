@@ -20,7 +20,7 @@ import numpy as np
 from simpart.cost import Collective
 from simpart.graph import Graph
 from simpart.memory import state_table, storages_of
-from simpart.placement import Halo, Partial, Placement, Replicate, Shard, Sharding, StatePlacement
+from simpart.placement import Halo, Placement, Replicate, Shard, Sharding, StatePlacement
 from simpart.plan import REPLICA_AXIS, DeviceGroup
 from simpart.problem import Problem
 from simpart.searchers._cost_graph import CostGraph, Floats, Ints, Row, Table
@@ -369,6 +369,19 @@ class MeshModel:
                 self._draft.weigh(row, variable, extra * held * load.in_flight)
 
     # --- answers ------------------------------------------------------------------------------------------------------
+    @property
+    def work(self) -> Floats:
+        """Per variable the least time of its kernels, 0 for what is no kernel: products stand out."""
+        kernels = [float(found.compute_s[0]) for found in self.choices]
+        return np.array(kernels + [0.0] * (len(self.graph.unary) - len(kernels)))
+
+    def op_seconds(self, choice: Ints) -> Floats:
+        """What each op takes per micro-batch, conversions aside; forward twice in regions that run again."""
+        flat = self.source.flat
+        each = np.array([float(c.compute_s[x] + c.exchange_s[x]) for c, x in zip(self.choices, choice, strict=False)])
+        times = np.where(flat.kernel_forward & (self._regions[flat.kernel_op] >= 0), 2.0, 1.0)
+        return np.bincount(flat.kernel_op, each[flat.kernel_class] * times, len(flat.op_class)).astype(np.float64)
+
     def sharding(self, choice: Ints) -> Sharding:
         """Strategies of kernel classes that do not replicate."""
         names = wiring_of(self.source).name_of_class
@@ -385,11 +398,7 @@ class MeshModel:
         for maker, variable in self._rest_of.items():
             layout, zero = self.rest_options[maker][int(choice[variable])]
             source, _, op_values = self.wires.sources[maker]
-            own = tuple(
-                (name, p)
-                for p, (name, _) in zip(layout, self.mesh.axes, strict=True)
-                if isinstance(p, Shard)
-            )
+            own = tuple((name, p) for p, (name, _) in zip(layout, self.mesh.axes, strict=True) if isinstance(p, Shard))
             dim = self._replica_dim(source.spec.shape(1), layout)
             split = ((REPLICA_AXIS, Shard(dim)),) if zero and dim is not None else ()
             rest = StatePlacement(
@@ -415,5 +424,3 @@ def _sets(targets: Sequence[Layout]) -> list[tuple[int, ...]]:
         alike = [(a, b) for a, b in pairs if sum(p != q for p, q in zip(targets[a], targets[b], strict=True)) == 1]
         pairs = alike[: MOST_SETS - count]
     return found + pairs
-
-

@@ -1,0 +1,128 @@
+"""The outer choices of Rhino's hierarchy: stages, mesh, micro-batches, recomputation; and a quick look at each."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from simpart.configure import layer_calls
+from simpart.graph import Graph
+from simpart.hardware import Device
+from simpart.plan import REPLICA_AXIS, DeviceGroup, Devices
+from simpart.problem import Problem
+
+__all__ = ["AXIS_NAMES", "Setting", "guess_s", "settings", "split_axes"]
+
+AXIS_NAMES = ("x", "y")
+"""Sharding axes, outermost first; with the replicas' axis a mesh has up to three."""
+LARGEST_AXIS = 64
+MOST_SIZES = 5
+"""Micro-batch sizes looked at per mesh: powers of two times the smallest, so that doubling them all is one more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Stages on equal meshes of consecutive devices: replicas outermost, the last sharding axis innermost."""
+
+    stages: int
+    replicas: int
+    axes: tuple[tuple[str, int], ...]
+    micro_batch: int
+    micro_batches: int
+    recompute: str
+
+    @property
+    def width(self) -> int:
+        """Devices of a stage."""
+        return self.replicas * self.parts
+
+    @property
+    def parts(self) -> int:
+        """Devices of a replica."""
+        return math.prod(size for _, size in self.axes)
+
+    def group(self, stage: int) -> DeviceGroup:
+        """The devices of a stage."""
+        devices = Devices.of(range(stage * self.width, (stage + 1) * self.width))
+        return DeviceGroup(devices=devices, axes=((REPLICA_AXIS, self.replicas), *self.axes))
+
+    @property
+    def family(self) -> str:
+        """Stages and mesh in words."""
+        mesh = " × ".join([str(self.replicas), *(str(size) for _, size in self.axes)])
+        return f"{self.stages} stage{'s' if self.stages > 1 else ''} on meshes of {mesh}"
+
+
+def settings(problem: Problem) -> list[Setting]:
+    """Settings with at most one sharding axis; `split_axes` makes those with two."""
+    space, size = problem.space, problem.cluster.size
+    layers = len(layer_calls(problem.graph)) or sum(op.carries_gradient for op in problem.graph.op_classes)
+    found = []
+    for stages in _divisors(size):
+        if not space.min_stages <= stages <= min(space.max_stages or stages, max(1, layers)):
+            continue
+        width = size // stages
+        for parts in _divisors(width):
+            if parts > LARGEST_AXIS or not _allowed(space.tp, parts):
+                continue
+            found += list(_batches(problem, stages, width // parts, parts))
+    return found
+
+
+def split_axes(problem: Problem, setting: Setting) -> list[Setting]:
+    """The same setting with its sharding axis as two."""
+    (_, parts), *rest = setting.axes or (("", 1),)
+    if rest:
+        return []
+    inner = [n for n in _divisors(parts) if 1 < n < parts]
+    names = AXIS_NAMES
+    return [
+        Setting(
+            stages=setting.stages, replicas=setting.replicas, axes=((names[0], parts // n), (names[1], n)),
+            micro_batch=setting.micro_batch, micro_batches=setting.micro_batches, recompute=setting.recompute,
+        )
+        for n in inner
+    ]  # fmt: skip
+
+
+def _allowed(degrees: Sequence[int], parts: int) -> bool:
+    """A space that does not name degrees allows all."""
+    return tuple(degrees) == (1,) or parts in degrees
+
+
+def _batches(problem: Problem, stages: int, replicas: int, parts: int) -> Iterator[Setting]:
+    if problem.global_batch % replicas:
+        return
+    share = problem.global_batch // replicas
+    sizes = [b for b in _divisors(share) if share // b <= (problem.space.max_micro_batches or share)]
+    preferred = [b for b in sizes if b & (b - 1) == 0] or sizes
+    if len(preferred) > MOST_SIZES:  # small ones fill pipelines, large ones kernels
+        step = (len(preferred) - 1) / (MOST_SIZES - 1)
+        preferred = [preferred[round(n * step)] for n in range(MOST_SIZES)]
+    axes = ((AXIS_NAMES[0], parts),) if parts > 1 else ()
+    for micro_batch in preferred:
+        for recompute in problem.space.recompute:
+            yield Setting(
+                stages=stages, replicas=replicas, axes=axes, micro_batch=micro_batch,
+                micro_batches=share // micro_batch, recompute=recompute,
+            )  # fmt: skip
+
+
+def guess_s(problem: Problem, setting: Setting, device: Device, parameter_bytes: float) -> float:
+    """An idea of the step, for the order only: all work divided evenly, and the gradients of replicas."""
+    graph: Graph = problem.graph.at(setting.micro_batch)
+    prices = problem.prices([setting.micro_batch], device)[setting.micro_batch]
+    op_class = graph.flat.op_class
+    forward, backward = float(prices.forward.seconds[op_class].sum()), float(prices.backward.seconds[op_class].sum())
+    work = forward * (2 if setting.recompute == "full" else 1) + backward
+    turns = setting.micro_batches + setting.stages - 1
+    level = problem.cluster.level_of(tuple(setting.group(0).devices))
+    share = parameter_bytes / (setting.stages * setting.parts)
+    reduce_s = 2 * share / level.bytes_per_s if setting.replicas > 1 else 0.0
+    return turns * work / (setting.stages * setting.parts) + reduce_s
+
+
+def _divisors(n: int) -> list[int]:
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return [*low, *(n // d for d in reversed(low) if d * d != n)]
