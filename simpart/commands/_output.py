@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from simpart.commands._console import console, print_document
@@ -9,7 +10,7 @@ from simpart.describe import describe, human_bytes, human_seconds
 from simpart.plan import Plan
 from simpart.plan_format import plan_to_json
 from simpart.problem import Problem
-from simpart.simulation import SimResult
+from simpart.simulation import MemoryRow, SimResult
 
 __all__ = ["prediction_document", "print_document", "print_prediction"]
 
@@ -51,10 +52,9 @@ def print_prediction(problem: Problem, plan: Plan, result: SimResult, title: str
         "throughput", f"{result.samples_per_s:.4g} samples/s, {result.tokens_per_s:.4g} tokens/s, MFU {result.mfu:.1%}"
     )
     table.add_row("peak memory", human_bytes(result.peak_bytes))
-    for row in result.memory:
-        kinds = sorted(row.by_kind.items(), key=lambda item: -item[1])[:4]
-        words = ", ".join(f"{kind} {human_bytes(size)}" for kind, size in kinds if size)
-        table.add_row(f"  stage {row.stage}", f"{human_bytes(row.device_bytes)}: {words}")
+    for words, rows in groupby(result.memory, key=_memory_words):
+        first, *rest = [row.stage for row in rows]
+        table.add_row(f"  stages {first}–{rest[-1]}" if rest else f"  stage {first}", words)
     table.add_row(
         "limited by", ", ".join(f"{name} {share:.0%}" for name, share in result.limits.items() if share >= 0.005)
     )
@@ -64,3 +64,8 @@ def print_prediction(problem: Problem, plan: Plan, result: SimResult, title: str
     out.print(table)
     if not result.feasible:
         out.print(f"[bold red]does not fit:[/bold red] {escape(result.why_infeasible)}")
+
+
+def _memory_words(row: MemoryRow) -> str:
+    kinds = sorted(row.by_kind.items(), key=lambda item: -item[1])[:4]
+    return f"{human_bytes(row.device_bytes)}: " + ", ".join(f"{k} {human_bytes(size)}" for k, size in kinds if size)
