@@ -13,7 +13,7 @@ import numpy as np
 
 from simpart.describe import human_bytes, human_seconds
 from simpart.files import write_atomically
-from simpart.program import MEMORY_KINDS, TaskKind
+from simpart.program import MEMORY_KINDS, TaskKind, streams_of
 from simpart.simulation import SimResult
 
 if TYPE_CHECKING:
@@ -40,6 +40,8 @@ NAMES = {
 MEMORY_COLORS = ("#4878a8", "#80a8d0", "#609060", "#e09050", "#f0c890", "#a05080", "#909090")
 MOST_ROWS = 64
 """Groups that are drawn; more would not be told apart."""
+LINED = 400
+"""Tasks of a row up to which each has a white edge; of more little but edges would be seen."""
 PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><title>{{ title }}</title>
 <style>
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; color: #222 }
@@ -75,14 +77,18 @@ def picture(result: SimResult, title: str = "") -> Figure:
 def _draw_timeline(axes: Axes, result: SimResult, rows: int) -> None:
     topology, times = result.program.topology, result.times
     scale, unit = (1e3, "ms") if times.makespan_s < 10 else (1.0, "s")
-    drawn = (topology.resource >= 0) & (topology.resource < rows)
+    lanes = [lane for row in range(rows) for lane in _lanes(result, row)]
+    drawn = np.isin(topology.resource, [resource for resource, *_ in lanes])
     for kind, color in COLORS.items():
-        for row in range(rows):
-            tasks = np.flatnonzero(drawn & (topology.kind == kind) & (topology.resource == row))
+        for resource, bottom, height in lanes:
+            tasks = np.flatnonzero((topology.kind == kind) & (topology.resource == resource))
             if tasks.size:
                 spans = [(times.start_s[t] * scale, (times.end_s[t] - times.start_s[t]) * scale) for t in tasks]
-                axes.broken_barh(spans, (row - 0.4, 0.8), facecolors=color, edgecolors="white", linewidth=0.3)
-                _number(axes, result, tasks, row, scale)
+                line = 0.3 if tasks.size < LINED and resource < rows else 0.0
+                edge = "white" if line else "none"
+                axes.broken_barh(spans, (bottom, height), facecolors=color, edgecolors=edge, linewidth=line)
+                if resource < rows:
+                    _number(axes, result, tasks, bottom + height / 2, scale)
         if kind in NAMES and bool((drawn & (topology.kind == kind)).any()):
             axes.plot([], [], color=color, linewidth=6, label=NAMES[kind])
     axes.set_yticks(range(rows), [topology.resource_names[r] for r in range(rows)])
@@ -93,7 +99,16 @@ def _draw_timeline(axes: Axes, result: SimResult, rows: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def _number(axes: Axes, result: SimResult, tasks: Any, row: int, scale: float) -> None:
+def _lanes(result: SimResult, row: int) -> list[tuple[int, float, float]]:
+    """(resource, bottom, height) of a group's own row and, thinner and below it, of its streams."""
+    streams = streams_of(result.program.topology, row)[1:]
+    if not streams:
+        return [(row, row - 0.4, 0.8)]
+    each = 0.4 / len(streams)
+    return [(row, row - 0.4, 0.4), *((r, row + i * each, each) for i, r in enumerate(streams))]
+
+
+def _number(axes: Axes, result: SimResult, tasks: Any, row: float, scale: float) -> None:
     """Micro-batch numbers, where they have room."""
     topology, times = result.program.topology, result.times
     for task in tasks.tolist():

@@ -113,8 +113,11 @@ def _tasks(result: SimResult) -> list[dict[str, Any]]:
             arguments["stage"] = int(topology.stage[task])
         if topology.micro_batch[task] >= 0:
             arguments["micro-batch"] = int(topology.micro_batch[task])
+        name, words = task_name(topology, task), topology.class_names[topology.task_class[task]]
+        if topology.parts and kind < TaskKind.SEND and ": " in words:  # say which part of the action
+            name += " " + words.split(": ", 1)[1]
         found.append(
-            {"ph": "X", "name": task_name(topology, task), "cat": kind.name.lower(), "ts": start, "dur": end - start,
+            {"ph": "X", "name": name, "cat": kind.name.lower(), "ts": start, "dur": end - start,
              **_row(result.program, task), "cname": _COLORS[kind], "args": arguments}
         )  # fmt: skip
     return found

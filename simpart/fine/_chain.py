@@ -31,6 +31,7 @@ class Item:
     begin: int = 0
     end: int = 0
     axis: str = ""
+    what: str = ""
     collectives: tuple[Collective, ...] = ()
     waits: list[int] = field(default_factory=list)
     gathers: int = -1
@@ -102,7 +103,8 @@ class _Builder:
             ahead = event.wait == "unit" and len(self.items) == first
             waits = [] if ahead or self.items[before].stream == stream else [before]
             beside = self.overlap and event.wait != "kernel"
-            self.items.append(Item(stream, axis=axis, collectives=collectives, waits=waits, beside=beside))
+            item = Item(stream, axis=axis, what=event.what, collectives=collectives, waits=waits, beside=beside)
+            self.items.append(item)
             before = len(self.items) - 1
             if event.wait == "kernel":
                 self.tail = before
@@ -121,12 +123,9 @@ class _Builder:
         if last.reduces and last.axis == bucket.axis and set(last.waits) == set(waits):
             last.collectives += (bucket.collective,)
         else:
-            self.items.append(
-                Item(
-                    bucket.axis, axis=bucket.axis, collectives=(bucket.collective,), waits=waits, reduces=True,
-                    beside=True,
-                )
-            )  # fmt: skip
+            item = Item(bucket.axis, axis=bucket.axis, what="gradients", collectives=(bucket.collective,))
+            item.waits, item.reduces, item.beside = waits, True, True
+            self.items.append(item)
         self.item_of_bucket[number] = len(self.items) - 1
 
     def finished(self) -> Chain:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Sequence
 
 import numpy as np
 
 from simpart.cost import Collective
+from simpart.graph import Graph
 from simpart.ledger import ClassCost
+from simpart.ops import base_name
 
-__all__ = ["Classes", "collective_words"]
+__all__ = ["Classes", "collective_words", "kernel_words"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
@@ -51,10 +56,24 @@ class Classes:
         return found
 
 
-def collective_words(axis: str, collectives: Sequence[Collective]) -> str:
-    """`tp all-reduce`, `dp 12 × all-gather`."""
+def collective_words(axis: str, collectives: Sequence[Collective], what: str) -> str:
+    """In which order they come is left out.
+
+    >>> collective_words("dp", [Collective("all_gather", 8, (0, 1))] * 2, "parameters")
+    'dp 2 × all-gather of parameters'
+    """
     kinds: dict[str, int] = {}
     for collective in collectives:
         kinds[collective.kind] = kinds.get(collective.kind, 0) + 1
     words = [f"{n} × {k}" if n > 1 else k for k, n in kinds.items()]
-    return f"{axis} " + ", ".join(word.replace("_", "-") for word in words)
+    return f"{axis} {', '.join(words).replace('_', '-')} of {what}"
+
+
+def kernel_words(graph: Graph, kernels: Ints) -> str:
+    """The modules and ops of a run of kernels, from the first to the last; `*` stands for the number of a layer."""
+    named = [
+        f"{op.path} {base_name(op.target)}".strip()
+        for kernel in kernels[[0, -1]].tolist()
+        for op in [graph.op_classes[int(graph.flat.op_class[graph.flat.kernel_op[kernel]])]]
+    ]
+    return " … ".join(dict.fromkeys(re.sub(r"\{\d+\}", "*", name) for name in named))

@@ -32,11 +32,12 @@ class Steps(NamedTuple):
 class Event:
     """Collectives before the kernel at `place` of a phase. The next kernel waits for them (`kernel`); or they gather
     the parameters of a layer (a call of the graph) ahead of its first kernel that reads one (`unit`); or only the end
-    of the step waits (`none`: what brings a layer's gradients to where they accumulate)."""
+    of the step waits (`none`: what brings a layer's gradients to where they accumulate). `what` is sent, in a word."""
 
     place: float
     wait: Wait
     steps: tuple[Steps, ...]
+    what: str = "values"
 
 
 class _Axes:
@@ -116,7 +117,7 @@ def events_of(
         merged = tuple(Steps(axis, tuple(each)) for axis, each in by_axis.items())
         spots_of = [place for place, _ in rows]
         if part == "W":
-            found[part].append(Event(max(spots_of), "none", merged))
+            found[part].append(Event(max(spots_of), "none", merged, "gradients"))
         else:
-            found[part].append(Event(min(spots_of), "unit", merged))
+            found[part].append(Event(min(spots_of), "unit", merged, "parameters"))
     return found

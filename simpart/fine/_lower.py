@@ -172,22 +172,22 @@ class _Builder:
         part = min(1.0, self.beside[group] + (sending / computing if computing > 0 else 0.0))
         slowdown = self.problem.costs.overlap_slowdown * part if self.settings.slowdown else 0.0
         numbers = []
-        for place, item in enumerate(items):
+        for item in items:
             ends, cost = action.ends(item), self.costs[id(item)]
             mine = (s, kind, ends) if item.stream == COMPUTE else ()
             coarse = 4 * s + KINDS.index(kind) if item.stream == COMPUTE else -1
-            key: tuple[object, ...] = (group, item.axis, item.collectives, item.reduces, *mine)
+            key: tuple[object, ...] = (group, item.axis, item.what, item.reduces, item.collectives, *mine)
             if item.computes:
                 key = (*mine, action.variant, slowdown, *(part.tobytes() for part in action.content(item)))
             if key not in classes.known:
                 if item.collectives:
-                    words = collective_words(item.axis, item.collectives)
+                    words = collective_words(item.axis, item.collectives, item.what)
                     number = classes.add(cost, words, axis=item.axis, coarse=coarse, ends=ends)
                     classes.sent[number] = (group, item.axis, item.collectives)
                 else:
                     extra = cost.seconds * slowdown
                     cost = cost._replace(seconds=cost.seconds + extra, fixed_s=cost.fixed_s + extra)
-                    name = f"{kind} of stage {s}" + ("" if ends == ALONE else f", from item {place}")
+                    name = f"{kind} of stage {s}" + ("" if ends == ALONE else f": {action.words(item)}")
                     overhead = self.problem.costs.action_overhead_s if ends[0] else 0.0
                     number = classes.add(cost, name, coarse=coarse, ends=ends, overhead_s=overhead)
                 classes.known[key] = number

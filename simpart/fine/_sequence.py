@@ -90,11 +90,12 @@ class Places:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """Elements of an action in order: element e is row `row[e]` of the prices, `weight[e]` times, at place `place[e]`
-    of its phase."""
+    of its phase; `kernel` is what it is of `graph.flat` (-1: no kernel, but adding up gradients)."""
 
     place: Floats
     row: Ints
     weight: Floats
+    kernel: Ints
 
 
 def runs_of(places: Places, prices: KernelPrices, accumulations: Sequence[tuple[float, int, float]]) -> dict[str, Run]:
@@ -116,14 +117,16 @@ def runs_of(places: Places, prices: KernelPrices, accumulations: Sequence[tuple[
     found = {}
     for kind, (members, at, weight) in parts.items():
         used = (weight > 0) & (prices.row[members] >= 0)
-        place, row, times = at[members[used]].astype(np.float64), prices.row[members[used]], weight[used]
+        kernel = members[used]
+        place, row, times = at[kernel].astype(np.float64), prices.row[kernel], weight[used]
         if kind in "BW" and accumulations:
             more = np.array(accumulations)
             place = np.concatenate([place, more[:, 0]])
             row, times = np.concatenate([row, more[:, 1].astype(np.int64)]), np.concatenate([times, more[:, 2]])
+            kernel = np.concatenate([kernel, np.full(len(more), -1)])
             order = np.argsort(place, kind="stable")
-            place, row, times = place[order], row[order], times[order]
-        found[kind] = Run(place=place, row=row, weight=times)
+            place, row, times, kernel = place[order], row[order], times[order], kernel[order]
+        found[kind] = Run(place=place, row=row, weight=times, kernel=kernel)
     return found
 
 

@@ -13,6 +13,7 @@ import numpy.typing as npt
 from simpart.cost import Collective
 from simpart.fine._buckets import Bucket, buckets_of
 from simpart.fine._chain import COMPUTE, Chain, Item, chain_of
+from simpart.fine._classes import kernel_words
 from simpart.fine._events import Event, Steps, events_of, step_rows
 from simpart.fine._sequence import KernelPrices, Places, Run, gradient_place, price_each, runs_of
 from simpart.fine._settings import FineSettings
@@ -41,12 +42,19 @@ class ActionChain:
     run: Run
     kernels: Amount
     accumulations: Amount
+    graph: Graph
     variant: Variant
     gathered_bytes: tuple[int, ...]
 
     def content(self, item: Item) -> tuple[Ints, Floats]:
         """Rows of an item's elements, and how often each."""
         return self.run.row[item.begin : item.end], self.run.weight[item.begin : item.end]
+
+    def words(self, item: Item) -> str:
+        """What its kernels are."""
+        kernels = self.run.kernel[item.begin : item.end]
+        kernels = kernels[kernels >= 0]
+        return kernel_words(self.graph, kernels) if kernels.size else "begin"
 
     def ends(self, item: Item) -> tuple[bool, bool]:
         """Whether an item is the first and the last of the action on the compute stream."""
@@ -116,7 +124,7 @@ def stage_chains(
             found[kind], full = (
                 ActionChain(
                     chain=chain_of(run, each, events[kind], sent, settings.overlap), run=run, kernels=prices.amount,
-                    accumulations=accumulate, variant=variant, gathered_bytes=gathered,
+                    accumulations=accumulate, graph=graph, variant=variant, gathered_bytes=gathered,
                 )
                 for sent in ((), buckets)
             )  # fmt: skip
