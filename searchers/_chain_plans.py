@@ -264,12 +264,13 @@ def below_cutoffs(
 ) -> dict[int, Answer | None]:
     """`best(count, cutoff, most)` for the numbers of stages with a lower bound below the cutoff; `most` is the last.
 
-    None where the bound says that no plan exists; others are left out.
+    None where the bound says that no plan exists, or where none was found whatever its estimate; others are left out.
     """
     hopeful = [count for count, least in least_s.items() if least < below.get(count, math.inf)]
     answers: dict[int, Answer | None] = {count: None for count, least in least_s.items() if least == math.inf}
     for count in hopeful:
-        if (answer := best(count, below.get(count, math.inf), max(hopeful))) is not None:
+        answer = best(count, below.get(count, math.inf), max(hopeful))
+        if answer is not None or count not in below:
             answers[count] = answer
     return answers
 

@@ -121,8 +121,27 @@ class ChainProblem:
         left, and counts from the largest memory: what a smaller device lacks is held by `static_bytes`.
         """
         choices = self._choices(shape, power_of_two)
-        if not choices:
-            return None
+        return self._costs(shape, schedule, choices) if choices else None
+
+    def costs_of(self, shape: PipelineShape, schedule: str, stages: Sequence[tuple[int, ...]]) -> StageCosts:
+        """Those of stages on these devices of all pipelines, which must be able to share the samples; without
+        transfers and gradient all-reduces. Choice k is `stages[k]`."""
+        here: tuple[tuple[int, ...], int] = (0,), 1
+        choices: dict[_Choice, list[int]] = {}
+        for number, ranks in enumerate(stages):
+            taken = self.shares(shape, ranks)
+            assert taken is not None
+            choice = _Choice(
+                replicas=len(ranks) // shape.pipelines,
+                parts=tuple(sorted(set(zip(map(self._kind, ranks), taken, strict=True)))),
+                reduced=(number,),
+                entering=here,
+                leaving=here,
+            )
+            choices[choice] = []
+        return self._costs(shape, schedule, choices)
+
+    def _costs(self, shape: PipelineShape, schedule: str, choices: dict[_Choice, list[int]]) -> StageCosts:
         sizes: dict[int, set[int]] = {}
         for choice in choices:
             for kind, samples in choice.parts:

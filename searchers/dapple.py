@@ -8,9 +8,11 @@ with its own replicas while the pipeline fills, memory is limited, machines may 
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -32,6 +34,18 @@ from simpart.searchers._chain_plans import (
     propose_answers,
 )
 from simpart.searchers._inputs import costs_array
+from simpart.searchers._lines import lines
+from simpart.searchers._machines import (
+    Placement,
+    Profile,
+    Situations,
+    one_machine,
+    placements,
+    profile,
+    same_machine,
+    situations,
+    state_of,
+)
 from simpart.searchers._pipelines import PipelineShape
 from simpart.searching import Candidate, Control
 
@@ -55,8 +69,6 @@ TABLES = 16
 """Tables that one search fills, roughly: what compiling their loop has to pay for."""
 KEPT_BYTES = 64e6
 """Of tables that may be walked again."""
-Placement = tuple[int, ...]
-"""Devices that a stage takes on each machine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -64,7 +76,8 @@ class DappleCosts:
     """Costs of blocks [i, j) on `replicas[k]` devices, (n, n + 1, K), for one micro-batch; infinite where it cannot be.
 
     `inside_s` and `across_s` [i, k]: what enters block i, forward and back, to a stage on that many devices, if both
-    stages are on one machine and if not. `later` is how many stages may follow, from memory.
+    stages are on one machine and if not. `later` is how many stages may follow, from memory. On devices of several
+    kinds, `kinds` are those of the machines and `profiles[k]` says how many devices of each kind choice k has.
     """
 
     replicas: tuple[int, ...]
@@ -74,11 +87,22 @@ class DappleCosts:
     across_s: Floats
     allreduce_inside_s: Floats
     allreduce_across_s: Floats
+    kinds: tuple[int, ...] | None = None
+    profiles: tuple[Profile, ...] | None = None
 
     @property
     def blocks(self) -> int:
         """Length n of the chain."""
         return int(self.time_s.shape[0])
+
+    @property
+    def choices(self) -> dict[Profile, int]:
+        """The number of each choice."""
+        return {each: k for k, each in enumerate(self.profiles or [(r,) for r in self.replicas])}
+
+    def choice(self, placement: Sequence[int]) -> int:
+        """Number of the choice that a placement is."""
+        return self.choices[profile(placement, self.kinds)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,61 +127,14 @@ class DapplePlan:
     estimate_s: float
 
 
-def placements(
-    used: Sequence[int], sizes: Sequence[int], count: int, last: Placement | None = None, kinds: int = 3
-) -> list[Placement]:
-    """The first `kinds` of three ways to take `count` free devices, where `last` are those of the stage before.
-
-    Unused machines whole; partly used machines first; one by one from every machine with free devices.
-
-    >>> placements([1, 0], [4, 4], 2)
-    [(0, 2), (2, 0), (1, 1)]
-    """
-    machines = range(len(sizes))
-    free = [sizes[m] - used[m] for m in machines]
-    if sum(free) < count:
-        return []
-    # The fullest first, then by the stage before, so that equal situations are met in equal order on any machines.
-    order = sorted(machines, key=lambda m: (-used[m], -(last[m] if last else 0), sizes[m], m))
-    fresh, partly = [m for m in order if used[m] == 0], [m for m in order if used[m] > 0]
-    found = [_fill(fresh + partly, free, count), _fill(partly + fresh, free, count), _scatter(order, free, count)]
-    return list(dict.fromkeys(found[:kinds]))
-
-
-def _fill(order: Sequence[int], free: Sequence[int], count: int) -> Placement:
-    taken = [0] * len(free)
-    for m in order:
-        taken[m] = min(free[m], count)
-        count -= taken[m]
-    return tuple(taken)
-
-
-def _scatter(order: Sequence[int], free: Sequence[int], count: int) -> Placement:
-    taken = [0] * len(free)
-    while count:
-        for m in order:
-            if count and taken[m] < free[m]:
-                taken[m] += 1
-                count -= 1
-    return tuple(taken)
-
-
-def _one_machine(placement: Sequence[int]) -> bool:
-    return sum(x > 0 for x in placement) == 1
-
-
-def _same_machine(a: Sequence[int], b: Sequence[int]) -> bool:
-    return _one_machine([x + y for x, y in zip(a, b, strict=True)])
-
-
 def _blocks_s(costs: DappleCosts, stages: Sequence[DappleStage]) -> Iterator[tuple[float, float]]:
     """(stage, transfer into it) seconds, stage by stage."""
     before: DappleStage | None = None
     for stage in stages:
-        k = costs.replicas.index(stage.replicas)
+        k = costs.choice(stage.placement)
         sent = 0.0
         if before is not None:
-            table = costs.inside_s if _same_machine(before.placement, stage.placement) else costs.across_s
+            table = costs.inside_s if same_machine(before.placement, stage.placement) else costs.across_s
             sent = float(table[stage.start, k])
         yield float(costs.time_s[stage.start, stage.end, k]), sent
         before = stage
@@ -174,81 +151,9 @@ def plan_estimate_s(costs: DappleCosts, stages: Sequence[DappleStage], micro_bat
     slowest = max(max(pair) for pair in _blocks_s(costs, stages))
     visible = 0.0
     for x, stage in enumerate(stages):
-        table = costs.allreduce_inside_s if _one_machine(stage.placement) else costs.allreduce_across_s
-        visible = max(visible, float(table[stage.start, stage.end, costs.replicas.index(stage.replicas)]) - x * slowest)
+        table = costs.allreduce_inside_s if one_machine(stage.placement) else costs.allreduce_across_s
+        visible = max(visible, float(table[stage.start, stage.end, costs.choice(stage.placement)]) - x * slowest)
     return plan_latency_s(costs, stages, micro_batches) + visible
-
-
-# Free devices, used devices, and those of the stage before where it and the next could share the machine; sorted.
-_State = tuple[tuple[int, int, int], ...]
-
-
-def _state(used: Sequence[int], sizes: Sequence[int], last: Placement | None) -> _State:
-    shared = last is not None and _one_machine(last)
-    marks = [
-        last[m] if shared and last is not None and last[m] and used[m] < sizes[m] else 0 for m in range(len(sizes))
-    ]
-    return tuple(sorted((sizes[m], used[m], marks[m]) for m in range(len(sizes))))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Situations:
-    """How stages can leave the machines, and the steps between: rows from, to, replica choice k, across machines.
-
-    `kinds` of placements are looked at; `full` are the situations without free devices.
-    """
-
-    kinds: int
-    numbers: dict[_State, int]
-    steps: Integers
-    full: list[int]
-
-
-def situations(
-    machines: Sequence[int],
-    replicas: Sequence[int],
-    most: int = 3_000,
-    check: Callable[[], None] = lambda: None,
-) -> Situations:
-    """Of all three kinds of placements, or of fewer where those lead to more than `most` situations.
-
-    First stages are no longer spread over all machines, then they do not prefer partly used ones.
-    """
-    for kinds in (3, 2):
-        if (found := _situations(machines, replicas, kinds, most, check)) is not None:
-            return found
-    found = _situations(machines, replicas, 1, 1 << 60, check)
-    assert found is not None
-    return found
-
-
-def _situations(
-    machines: Sequence[int], replicas: Sequence[int], kinds: int, most: int, check: Callable[[], None]
-) -> Situations | None:
-    start = _state([0] * len(machines), machines, None)
-    numbers: dict[_State, int] = {start: 0}
-    steps: set[tuple[int, int, int, int]] = set()
-    waiting = [start]
-    while waiting:
-        check()
-        if len(numbers) > most:
-            return None
-        state = waiting.pop()
-        sizes, used, marks = ([row[x] for row in state] for x in range(3))
-        for k, r in enumerate(replicas):
-            for taken in placements(used, sizes, r, tuple(marks), kinds):
-                after = _state([a + b for a, b in zip(used, taken, strict=True)], sizes, taken)
-                if after not in numbers:
-                    numbers[after] = len(numbers)
-                    waiting.append(after)
-                across = not any(marks) or not _same_machine(marks, taken)
-                steps.add((numbers[state], numbers[after], k, int(across)))
-    return Situations(
-        kinds=kinds,
-        numbers=numbers,
-        steps=np.array(sorted(steps), dtype=np.int64).reshape(-1, 4).T,
-        full=[x for state, x in numbers.items() if all(size == used for size, used, _ in state)],
-    )
 
 
 class Dapple:
@@ -276,7 +181,10 @@ class Dapple:
         self.time_s = np.where(real & (costs.later >= 0), costs.time_s, np.inf)
         values = np.concatenate([x.ravel() for x in (self.time_s, costs.inside_s[1:], costs.across_s[1:])])
         self.caps: list[float] = np.unique(values[np.isfinite(values)]).tolist()
-        self.places = places or situations(machines, costs.replicas, check=check)
+        self.choices = costs.choices
+        self.places = places or situations(machines, self.choices, check=check, kinds=costs.kinds)
+        self._constant = bool(((costs.later < 0) | (costs.later >= self.most_stages - 1)).all())
+        self._latest: tuple[tuple[float, int], Floats] | None = None
         self._totals: dict[float, list[float]] = {}
         self._tables: dict[float, list[Floats]] = {}
         self._plans: dict[tuple[float, int], tuple[DappleStage, ...]] = {}
@@ -316,6 +224,12 @@ class Dapple:
 
     def _steps_s(self, cap: float, left: int) -> Floats:
         """[k, across, i, j] seconds that a stage and the transfer into it add, infinite above the cap or the memory."""
+        key = cap, 0 if self._constant else left
+        if self._latest is None or self._latest[0] != key:
+            self._latest = key, self._steps_within(cap, left)
+        return self._latest[1]
+
+    def _steps_within(self, cap: float, left: int) -> Floats:
         fits = (self.time_s <= cap) & (self.costs.later >= left - 1)
         time_s = np.where(fits, self.time_s, np.inf).transpose(2, 0, 1)
         sent = np.stack([self.costs.inside_s.T, self.costs.across_s.T], axis=1)
@@ -333,15 +247,17 @@ class Dapple:
         return self._tables[cap]
 
     def _fill_table(self, cap: float) -> list[Floats]:
-        n, steps = self.costs.blocks, self.places.steps
+        n, steps, ends = self.costs.blocks, self.places.steps, self.places.ends
         first = np.full((len(self.places.numbers), n + 1), np.inf)
         first[self.places.full, n] = 0.0
         table = [first]
-        loop = compiled(_relax, TABLES * self.most_stages * steps.shape[1] * n * n // 2) or _relax_by_row
+        work = self.most_stages * (ends.shape[1] * n + steps.shape[1]) * n // 4
+        loop = compiled(_relax, TABLES * work) or _relax_by_row
+        reached = np.empty((ends.shape[1], n))
         for left in range(1, self.most_stages + 1):
             self.check()
             now = np.full_like(first, np.inf)
-            loop(steps, self._steps_s(cap, left), table[-1], now)
+            loop(steps, ends, self._steps_s(cap, left), table[-1], now, reached, left)
             table.append(now)
         return table
 
@@ -350,7 +266,7 @@ class Dapple:
         used, last, block = [0] * len(self.machines), None, 0
         stages: list[DappleStage] = []
         for left in range(count, 0, -1):
-            value = table[left][self.places.numbers[_state(used, self.machines, last)], block]
+            value = table[left][self.places.numbers[state_of(used, self.machines, last, self.costs.kinds)], block]
             stage = self._stage_of_value(
                 table[left - 1], self._steps_s(cap, left)[:, :, block], used, last, block, value
             )
@@ -359,37 +275,56 @@ class Dapple:
             last, block = stage.placement, stage.end
         return tuple(stages)
 
+    def _followers(self, used: tuple[int, ...], last: Placement | None) -> list[tuple[int, Placement, int, int]]:
+        """Choice, placement, whether across machines and situation after it of every stage that can come next."""
+        found, kinds = self.places.followers.get((used, last)), self.costs.kinds
+        if found is None:
+            found = self.places.followers[used, last] = []
+            for r in sorted(set(self.costs.replicas)):
+                for taken in placements(used, self.machines, r, last, self.places.ways, kinds):
+                    if (k := self.choices.get(profile(taken, kinds))) is not None:
+                        now = [a + b for a, b in zip(used, taken, strict=True)]
+                        state = self.places.numbers[state_of(now, self.machines, taken, kinds)]
+                        found.append((k, taken, int(last is None or not same_machine(last, taken)), state))
+        return found
+
     def _stage_of_value(
         self, after: Floats, steps_s: Floats, used: list[int], last: Placement | None, block: int, value: float
     ) -> DappleStage:
-        for k, r in enumerate(self.costs.replicas):
-            for taken in placements(used, self.machines, r, last, self.places.kinds):
-                across = last is None or not _same_machine(last, taken)
-                state = _state([a + b for a, b in zip(used, taken, strict=True)], self.machines, taken)
-                ends = np.flatnonzero(steps_s[k, int(across)] + after[self.places.numbers[state]] == value)
-                if ends.size:
-                    return DappleStage(start=block, end=int(ends[0]), placement=taken)
+        for k, taken, across, state in self._followers(tuple(used), last):
+            ends = np.flatnonzero(steps_s[k, across] + after[state] == value)
+            if ends.size:
+                return DappleStage(start=block, end=int(ends[0]), placement=taken)
         raise AssertionError("some stage gave the table's value")
 
 
-def _relax(steps: Any, steps_s: Any, after: Any, now: Any) -> None:
-    """One more stage before what `after` describes; compiled."""
+def _relax(steps: Any, ends: Any, steps_s: Any, after: Any, now: Any, reached: Any, left: int) -> None:
+    """One more stage, `left` with it, before what `after` describes; compiled. Each stage takes a block at least."""
     n = now.shape[1] - 1
-    for x in range(steps.shape[1]):
-        source, target, k, across = steps[0, x], steps[1, x], steps[2, x], steps[3, x]
-        for i in range(n):
-            least = now[source, i]
-            for j in range(i + 1, n + 1):
+    last = n - left + 1
+    for x in range(ends.shape[1]):
+        target, k, across = ends[0, x], ends[1, x], ends[2, x]
+        for i in range(last):
+            least = np.inf
+            for j in range(i + 1, last + 1):
                 total = steps_s[k, across, i, j] + after[target, j]
                 if total < least:
                     least = total
-            now[source, i] = least
+            reached[x, i] = least
+    for x in range(steps.shape[1]):
+        source, end = steps[0, x], steps[1, x]
+        for i in range(last):
+            if reached[end, i] < now[source, i]:
+                now[source, i] = reached[end, i]
 
 
-def _relax_by_row(steps: Integers, steps_s: Floats, after: Floats, now: Floats) -> None:
+def _relax_by_row(
+    steps: Integers, ends: Integers, steps_s: Floats, after: Floats, now: Floats, reached: Floats, left: int
+) -> None:
     """The same with numpy."""
-    for source, target, k, across in steps.T.tolist():
-        np.minimum(now[source, :-1], (steps_s[k, across] + after[target]).min(axis=1), out=now[source, :-1])
+    for x, (target, k, across) in enumerate(ends.T.tolist()):
+        reached[x] = (steps_s[k, across] + after[target]).min(axis=1)
+    np.minimum.at(now[:, :-1], steps[0], reached[steps[1]])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -408,33 +343,35 @@ class DappleSearcher:
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
         """The best plans of every number of stages; a reason where none fits."""
         across = len(list(problem.cluster.hosts())) > 1
-        places: dict[tuple[tuple[int, ...], tuple[int, ...]], Situations] = {}
+        places: dict[tuple[Any, ...], Situations] = {}
+
+        def planner(costs: DappleCosts, machines: Sequence[int], micro_batches: int, most: int) -> Dapple:
+            key = tuple(machines), costs.kinds, tuple(costs.choices)
+            if key not in places:
+                places[key] = situations(machines, costs.choices, check=control.check, kinds=costs.kinds)
+            return Dapple(costs, machines, micro_batches, most_stages=most, places=places[key], check=control.check)
 
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
-            machines = _machines(problem, case.shape)
-            if machines is None:
+            found = _machines(problem, case.shape)
+            if found is None:
                 return {}
-            replicas, costs = case.costs.replicas, _costs(problem, case)
-            bounds = least_totals(problem, case, costs.time_s)
+            machines, kinds = found
+            costs = dapple_costs(problem, case, kinds)
+            most = min(most, self.most_stages)
+            if kinds is None:
+                least = {c: bound for c, bound in least_totals(problem, case, costs.time_s).items() if c <= most}
+            else:
+                least = dict.fromkeys(range(1, most + 1), 0.0)
+            exact = cache(lambda most: planner(costs, machines, case.costs.micro_batches, most))
+            near = cache(lambda most: planner(_near(costs), (sum(machines),), case.costs.micro_batches, most))
 
-            @cache
-            def problem_with(most: int) -> Dapple:
-                if (machines, replicas) not in places:
-                    places[machines, replicas] = situations(machines, replicas, check=control.check)
-                return Dapple(
-                    costs,
-                    machines,
-                    case.costs.micro_batches,
-                    most_stages=most,
-                    places=places[machines, replicas],
-                    check=control.check,
-                )
+            def best(count: int, below_s: float, most: int) -> Answer | None:
+                """Where no plan is good enough even if all devices were on one machine, none is on these."""
+                if kinds is None and len(machines) > 1 and near(most).best(count, below=below_s) is None:
+                    return None
+                return self._answer(exact(most).best(count, below=below_s), machines)
 
-            return below_cutoffs(
-                {count: bound for count, bound in bounds.items() if count <= self.most_stages},
-                below,
-                lambda n, s, most: self._answer(problem_with(most).best(n, below=s), machines),
-            )
+            return below_cutoffs(least, below, best)
 
         blocks = self.most_blocks_across if across else self.most_blocks
         groups = chain_cases(problem, control, most_blocks=blocks, fewer_devices=False)
@@ -452,40 +389,68 @@ class DappleSearcher:
         return Answer(stages=stages, objective_s=plan.estimate_s, devices=tuple(devices))
 
 
-def _machines(problem: Problem, shape: PipelineShape) -> tuple[int, ...] | None:
-    """Devices of one pipeline on each machine, where that is the same for all pipelines."""
-    hosts = list(problem.cluster.hosts())
-    found = set()
-    for p in range(shape.pipelines):
-        first, end = p * shape.devices, (p + 1) * shape.devices
-        held = [len(range(max(host.start, first), min(host.stop, end))) for host in hosts]
-        found.add(tuple(x for x in held if x))
-    return found.pop() if len(found) == 1 else None
+def _near(costs: DappleCosts) -> DappleCosts:
+    """The same as if all devices were on one machine, with the better of both links."""
+    least = np.minimum(costs.inside_s, costs.across_s)
+    return replace(costs, inside_s=least, across_s=least)
 
 
-def _costs(problem: Problem, case: ChainCase) -> DappleCosts:
-    """Transfers and all-reduces by place: between neighbours, or as far apart as the pipelines' devices get."""
-    costs, shape, chain = case.costs, case.shape, case.chain
-    samples = problem.global_batch // (shape.pipelines * shape.micro_batches)
+def _machines(problem: Problem, shape: PipelineShape) -> tuple[tuple[int, ...], tuple[int, ...] | None] | None:
+    """Devices of one pipeline on each machine, and the kinds of these where they differ.
+
+    None where not all pipelines are alike, and for all but one order of the kinds: the planner tries them all.
+    """
+    cluster, found = problem.cluster, set()
+    if shape.kinds != tuple(sorted(shape.kinds)):
+        return None
+    for line in lines(cluster, shape):
+        held = Counter((cluster.host_of(d).start, cluster.kinds.index(cluster.device(d))) for d in line)
+        found.add(tuple((count, kind) for (_, kind), count in held.items()))
+    if len(found) > 1:
+        return None
+    machines = found.pop()
+    kinds = tuple(kind for _, kind in machines) if len(cluster.kinds) > 1 else None
+    return tuple(count for count, _ in machines), kinds
+
+
+def dapple_costs(problem: Problem, case: ChainCase, kinds: tuple[int, ...] | None) -> DappleCosts:
+    """Transfers and all-reduces by place: between neighbours, or as far apart as the pipelines' devices get.
+
+    `kinds`: those of the machines of a pipeline, where they differ.
+    """
+    chain, shape, on = case.chain, case.shape, lines(problem.cluster, case.shape)
+    own = [[d for d, device in enumerate(on[0]) if problem.cluster.device(device) == kind] for kind in chain.kinds]
+    profiles: list[Profile] = [(r,) for r in case.costs.replicas]
+    if kinds is not None:
+        profiles = sorted(itertools.product(*(range(len(part) + 1) for part in own)), key=lambda p: (sum(p), p))[1:]
+    else:
+        own = [list(range(shape.devices))]
+    kept, packed, spread = [], [], []
+    for each in profiles:
+        together = tuple(line[part[x]] for line in on for part, r in zip(own, each, strict=True) for x in range(r))
+        if chain.shares(shape, together) is not None:
+            kept.append(each)
+            packed.append(together)
+            spread.append(
+                tuple(
+                    line[part[x * len(part) // r]]
+                    for line in on
+                    for part, r in zip(own, each, strict=True)
+                    for x in range(r)
+                )
+            )
+    alone = chain.costs_of(shape, case.schedule, packed)
     far = shape.devices - 1
-    compute_s, _ = both_ways_s(costs)
-    inside, across, reduce_inside, reduce_across = [], [], [], []
-    for k, r in enumerate(costs.replicas):
-        inside.append(2 * chain.entering_s(samples // r, (0, min(1, far))))
-        across.append(2 * chain.entering_s(samples // r, (0, far)))
-        copies = range(0, problem.cluster.size // shape.devices * shape.devices, shape.devices)
-        near = tuple(p + x for p in copies for x in range(r))
-        spread = tuple(p + x * shape.devices // r for p in copies for x in range(r))
-        reduce_inside.append(chain.all_reduce_s(near))
-        reduce_across.append(chain.all_reduce_s(spread))
-        # The costs spread an all-reduce over the micro-batches of a stage; here it stands apart.
-        compute_s[:, :, k] = np.maximum(compute_s[:, :, k] - chain.all_reduce_s(near) / shape.micro_batches, 0.0)
+    near_pair, far_pair = (on[0][0], on[0][min(1, far)]), (on[0][0], on[0][far])
+    largest = [max(chain.shares(shape, together) or ()) for together in packed]
     return DappleCosts(
-        replicas=costs.replicas,
-        time_s=compute_s,
-        later=later_stages_allowed(costs),
-        inside_s=np.stack(inside, axis=-1),
-        across_s=np.stack(across, axis=-1),
-        allreduce_inside_s=np.stack(reduce_inside, axis=-1),
-        allreduce_across_s=np.stack(reduce_across, axis=-1),
+        replicas=tuple(sum(each) for each in kept),
+        time_s=both_ways_s(alone)[0],
+        later=later_stages_allowed(alone),
+        inside_s=np.stack([2 * chain.entering_s(b, near_pair) for b in largest], axis=-1),
+        across_s=np.stack([2 * chain.entering_s(b, far_pair) for b in largest], axis=-1),
+        allreduce_inside_s=np.stack([chain.all_reduce_s(ranks) for ranks in packed], axis=-1),
+        allreduce_across_s=np.stack([chain.all_reduce_s(ranks) for ranks in spread], axis=-1),
+        kinds=kinds,
+        profiles=tuple(kept) if kinds is not None else None,
     )
