@@ -217,7 +217,7 @@ def _shardings(graph: Graph, a: Plan, b: Plan) -> list[Difference]:
         for kernel in dict.fromkeys((*mine, *other)):
             if kernel not in views and mine.get(kernel) != other.get(kernel):
                 words = [strategy_words(x[kernel]) if kernel in x else "whole" for x in (mine, other)]
-                rows.setdefault((kernel, *words), []).append(s)
+                rows.setdefault((kernel, words[0], words[1]), []).append(s)
     found = [
         Difference(part="split", where=f"{kernel} in stage{'s' if len(stages) > 1 else ''} {numbers(stages)}", a=x, b=y)
         for (kernel, x, y), stages in rows.items()

@@ -51,8 +51,10 @@ class Failing:
         self.error = error
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
+        yield from self.fail()
+
+    def fail(self) -> Iterator[Candidate]:
         raise self.error("out of luck")
-        yield
 
 
 def test_portfolio_is_the_best_of_all_and_rows_are_each_ones_own(gpt: Graph) -> None:

@@ -37,7 +37,7 @@ def gpt() -> Graph:
 
 
 def plain(**more: float) -> Costs:
-    return Costs(compute=Roofline(), communication=AlphaBeta(), description="data sheets", **more)  # type: ignore[arg-type]
+    return Costs(compute=Roofline(), communication=AlphaBeta(), description="data sheets", **more)
 
 
 def problem_on(graph: Graph, cluster: Cluster, costs: Costs) -> Problem:

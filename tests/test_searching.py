@@ -269,7 +269,7 @@ def test_workers_give_the_same_answer_and_do_the_work(gpt: Graph) -> None:
 
 def test_a_pool_that_breaks_is_done_without(gpt: Graph) -> None:
     class Broken(Executor):
-        def map(self, *arguments: object, **options: object) -> Iterator[Any]:  # type: ignore[override]
+        def map(self, *arguments: object, **options: object) -> Iterator[Any]:
             raise BrokenExecutor
 
     problem = problem_on(gpt, "local:2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -71,7 +72,7 @@ def compare(
             show(now, name)
 
         comparison = run(
-            problem, {name: lambda name=name: load_searcher(name) for name in names}, budget,
+            problem, {name: partial(load_searcher, name) for name in names}, budget,
             seed=options["seed"], executor=pool, log=options["log"], progress=progress,
         )  # fmt: skip
     portfolio = comparison.portfolio
