@@ -60,7 +60,7 @@ def gpt(batch: int, free_links: bool = False, slowdown: float = 0.0) -> Problem:
     )  # fmt: skip
 
 
-CONFIGURATIONS = (
+CONFIGURATIONS: tuple[dict[str, Any], ...] = (
     {"tp": 2, "pp": 2, "dp": 2, "zero": 1},
     {"tp": 2, "sp": True, "pp": 2, "dp": 2, "recompute": "full"},
     {"pp": 2, "dp": 4, "zero": 3},
@@ -247,7 +247,8 @@ def test_smaller_buckets_start_earlier() -> None:
 
 
 # --- sharded parameters -----------------------------------------------------------------------------------------------
-ZERO3 = (("*", StatePlacement(**dict.fromkeys(("parameter", "gradient", "optimizer"), (("dp", Shard(0)),)))),)  # type: ignore[arg-type]
+SPLIT = (("dp", Shard(0)),)
+ZERO3 = (("*", StatePlacement(parameter=SPLIT, gradient=SPLIT, optimizer=SPLIT)),)
 
 
 def sharded_step(layers: int, gather: float, scatter: float, prefetch: int) -> float:
@@ -347,7 +348,8 @@ def test_kernels_beside_communication_run_slower_and_alone_do_not() -> None:
         kind = program.topology.kind
         return float(program.durations.task_s[program.topology.task_class[kind < TaskKind.SEND]].sum())
 
-    for configuration in ({"pp": 1, "dp": 8, "zero": 3}, {"pp": 2, "dp": 4}):
+    configurations: list[dict[str, Any]] = [{"pp": 1, "dp": 8, "zero": 3}, {"pp": 2, "dp": 4}]
+    for configuration in configurations:
         given_plan = configure(gpt(32), Configuration(**configuration))
         plain = computing(lower(gpt(32), given_plan, "fine"))
         slowed, switched_off = (

@@ -18,6 +18,7 @@ from simpart.transfers import sharing
 __all__ = ["Event", "Steps", "events_of", "step_rows"]
 
 END = float("inf")
+Part = Literal["F", "I", "W"]
 Wait = Literal["kernel", "unit", "none"]
 
 
@@ -67,17 +68,15 @@ def step_rows(flow: Flow, group: DeviceGroup, cluster: Cluster) -> list[tuple[in
     return found
 
 
-def events_of(
-    flow: Flow, group: DeviceGroup, cluster: Cluster, places: Places
-) -> dict[Literal["F", "I", "W"], list[Event]]:
+def events_of(flow: Flow, group: DeviceGroup, cluster: Cluster, places: Places) -> dict[Part, list[Event]]:
     """Of F, I and W, in no order; B has those of both its parts. What is run again in backward sends again."""
     axes, flat = _Axes(group, cluster, flow), places.graph.flat
 
     def call_of(kernel: int) -> int:
         return int(flat.op_call[flat.kernel_op[kernel]])
 
-    found: dict[Literal["F", "I", "W"], list[Event]] = {"F": [], "I": [], "W": []}
-    units: dict[tuple[Literal["F", "I", "W"], int], list[tuple[float, tuple[Steps, ...]]]] = defaultdict(list)
+    found: dict[Part, list[Event]] = {"F": [], "I": [], "W": []}
+    units: dict[tuple[Part, int], list[tuple[float, tuple[Steps, ...]]]] = defaultdict(list)
     for conversion in flow.conversions:
         steps = () if conversion.per_step else axes.steps(conversion)
         if not steps:
@@ -90,7 +89,7 @@ def events_of(
             if kernel < 0:
                 found["F" if conversion.phase == "F" else "I"].append(Event(END, "kernel", steps))
                 continue
-            spots: list[tuple[Literal["F", "I"], int]] = [("I", int(places.backward[kernel]))]
+            spots: list[tuple[Part, int]] = [("I", int(places.backward[kernel]))]
             if conversion.phase == "F":
                 spots.append(("F", int(places.forward[kernel])))
             for part, place in spots:
@@ -109,15 +108,15 @@ def events_of(
                 found["I"].append(Event(places.backward[kernel] + 0.5, "kernel", steps))
             if exchange.phase == "F":
                 found["F"].append(Event(places.forward[kernel] + 0.5, "kernel", steps))
-    for (part, _), rows in units.items():
+    for (place_in, _), rows in units.items():
         by_axis: dict[str, list[Collective]] = defaultdict(list)
         for _, steps in rows:
             for axis, collectives in steps:
                 by_axis[axis] += collectives
         merged = tuple(Steps(axis, tuple(each)) for axis, each in by_axis.items())
         spots_of = [place for place, _ in rows]
-        if part == "W":
-            found[part].append(Event(max(spots_of), "none", merged, "gradients"))
+        if place_in == "W":
+            found["W"].append(Event(max(spots_of), "none", merged, "gradients"))
         else:
-            found[part].append(Event(min(spots_of), "unit", merged, "parameters"))
+            found[place_in].append(Event(min(spots_of), "unit", merged, "parameters"))
     return found

@@ -112,7 +112,8 @@ class _Builder:
             return class_cost("reductions" if item.reduces else source, (), priced)
         row, weight = action.content(item)
         each = action.kernels.seconds.size
-        counts = np.bincount(row, weights=weight, minlength=each + action.accumulations.seconds.size)
+        rows = each + action.accumulations.seconds.size
+        counts = np.bincount(row, weights=weight, minlength=rows).astype(np.float64)
         amounts = [(action.kernels.total(counts[:each]), device.name)]
         if counts[each:].any():
             amounts.append((action.accumulations.total(counts[each:]), device.name))
