@@ -254,6 +254,7 @@ class Alpa:
     """
 
     name: str = "alpa"
+    objective: str = "sum of stages + (micro-batches - 1) × the slowest, with transfers"
     most_blocks: int = 32
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:

@@ -336,6 +336,7 @@ class DappleSearcher:
     """
 
     name: str = "dapple"
+    objective: str = "DAPPLE's estimate: fill, drain, the slowest stage or transfer, gradient all-reduces left over"
     most_blocks: int = 32
     most_blocks_across: int = 16
     most_stages: int = 16

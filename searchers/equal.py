@@ -16,7 +16,7 @@ from simpart.problem import Problem
 from simpart.searchers._bottleneck import least_bottlenecks
 from simpart.searchers._chain import ChainStage, Floats
 from simpart.searchers._chain_plans import Answer, Answers, ChainCase, chain_cases, fitting, propose_answers
-from simpart.searchers._points import slowest_s
+from simpart.searchers._points import SLOWEST, slowest_s
 from simpart.searchers._stage_costs import ChainProblem
 from simpart.searching import Candidate, Control
 
@@ -34,6 +34,7 @@ class Equal:
 
     name: str
     weigh: Weigh
+    objective: str = SLOWEST
     most_blocks: int = 64
     within_memory: bool = False
 

@@ -281,6 +281,7 @@ class PipeDream:
     """
 
     name: str = "pipedream"
+    objective: str = "micro-batches × the slowest stage or transfer"
     most_blocks: int = 32
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:

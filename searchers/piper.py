@@ -391,6 +391,7 @@ class Piper:
     """
 
     name: str = "piper"
+    objective: str = "micro-batches × the slowest stage with its transfers"
     most_blocks: int = 32
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:

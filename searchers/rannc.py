@@ -49,6 +49,7 @@ class Rannc:
     """
 
     name: str = "rannc"
+    objective: str = "lock-step estimate with transfers, plus the longest gradient all-reduce"
     most_blocks: int = 32
     keep: int = 3
     near: float = 1.15  # lock-step was at most 14 % above the makespan of GPipe in random cases without transfers

@@ -24,7 +24,8 @@ from simpart.simulation import Evaluation
 from simpart.workers import Evaluator
 
 __all__ = [
-    "Budget", "Candidate", "Control", "Evaluated", "Progress", "Proposal", "SearchResult", "Searcher", "gap", "search",
+    "Budget", "Candidate", "Control", "Evaluated", "Progress", "Proposal", "SearchResult", "Searcher", "floor_gap",
+    "gap", "search",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -89,6 +90,13 @@ def gap(value_s: float | None, bound_s: float | None) -> float | None:
     return max(0.0, 1 - bound_s / value_s)
 
 
+def floor_gap(best: Evaluated | None, floor_s: float | None) -> float | None:
+    """The gap of a plan's simulated step; None for one that splits kernels, of which the floor says nothing."""
+    if best is None or best.candidate.plan is None or best.candidate.plan.shardings:
+        return None
+    return gap(best.evaluation.step_s, floor_s)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Progress:
     """How far a search is. `bound_s` and `gap` are of the searcher's own objective, `floor_s` of the simulated step."""
@@ -103,7 +111,7 @@ class Progress:
 
     @property
     def floor_gap(self) -> float | None:
-        return gap(self.best.evaluation.step_s if self.best else None, self.floor_s)
+        return floor_gap(self.best, self.floor_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,8 +146,8 @@ class SearchResult:
 
     @property
     def floor_gap(self) -> float | None:
-        """Of the simulated step: by which share the best candidate may at most be beaten."""
-        return gap(self.best.evaluation.step_s if self.best else None, self.floor_s)
+        """Of the simulated step: by which share plans that keep kernels whole can at most beat the best candidate."""
+        return floor_gap(self.best, self.floor_s)
 
 
 @dataclass(slots=True)

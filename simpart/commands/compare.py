@@ -121,7 +121,7 @@ def names_of(text: str) -> list[str]:
 
 def comparison_document(comparison: Comparison, space: Space, budget: Budget, seed: int) -> dict[str, Any]:
     from simpart.floor import FLOOR_OF
-    from simpart.searching import gap
+    from simpart.searching import floor_gap
 
     portfolio = comparison.portfolio
     best = portfolio[1] if portfolio is not None else None
@@ -139,7 +139,7 @@ def comparison_document(comparison: Comparison, space: Space, budget: Budget, se
             "step_s": step_s,
             "peak_bytes": best.evaluation.peak_bytes if best is not None else None,
         },
-        "floor": {"step_s": comparison.floor_s, "gap": gap(step_s, comparison.floor_s), "of": FLOOR_OF},
+        "floor": {"step_s": comparison.floor_s, "gap": floor_gap(best, comparison.floor_s), "of": FLOOR_OF},
         "stopped": "interrupted" if comparison.interrupted else "finished",
         "timing": {
             "pricing_s": comparison.pricing_s,
@@ -154,7 +154,7 @@ def print_comparison(comparison: Comparison, title: str, space: Space, budget: B
 
     from simpart.commands._console import console
     from simpart.plan_words import plan_words
-    from simpart.searching import gap
+    from simpart.searching import floor_gap
 
     portfolio = comparison.portfolio
     best = portfolio[1] if portfolio is not None else None
@@ -211,7 +211,7 @@ def print_comparison(comparison: Comparison, title: str, space: Space, budget: B
     words = f"portfolio: {human_seconds(best.evaluation.step_s)} by {portfolio[0]}: {plan_words(best.candidate.plan)}"
     out.print(words, markup=False)
     if comparison.floor_s is not None:
-        above = percent(gap(best.evaluation.step_s, comparison.floor_s))
+        above = percent(floor_gap(best, comparison.floor_s))
         out.print(f"floor of the simulated step: {human_seconds(comparison.floor_s)}, gap {above}", markup=False)
     total_s = sum(row["timing"]["search_s"] or 0.0 for row in rows)
     out.print(f"prices {human_seconds(comparison.pricing_s)}, once; searches {human_seconds(total_s)}", markup=False)
