@@ -19,6 +19,7 @@ import numpy as np
 from simpart.searchers._cost_graph import CostGraph, Floats, Ints, Solution, minimise, price, rows_hold
 from simpart.searchers._cost_graph_buckets import eliminate, elimination_order
 from simpart.searchers._cost_graph_program import pairs, solve_program
+from simpart.searchers._stage_ilp import topological
 
 __all__ = ["LEVELS", "RhinoLevel", "critical_nodes", "segments", "solve_level"]
 
@@ -29,14 +30,16 @@ _LARGEST_WHOLE_PROGRAM = 60_000  # pairs of options that O4 hands to the integer
 
 
 def critical_nodes(graph: CostGraph, work: Sequence[float] | Floats) -> list[int]:
-    """Nodes with work, in order along the edges (source → target), to which all others with work are comparable."""
-    from simpart.searchers._stage_ilp import topological
+    """Nodes with work, in order along the edges (source → target), to which all others with work are comparable.
 
+    Where instances share variables, a template feeds itself: edges that close a circle are left out.
+    """
     size = len(graph.unary)
-    order = topological(size, [(i, j, 0.0) for i, j, _ in graph.edges if i != j])
+    edges = _without_circles(graph)
+    order = topological(size, [(i, j, 0.0) for i, j in edges])
     parents: list[list[int]] = [[] for _ in range(size)]
     children: list[list[int]] = [[] for _ in range(size)]
-    for i, j, _ in graph.edges:
+    for i, j in edges:
         parents[j].append(i)
         children[i].append(j)
     heavy = [v for v in range(size) if work[v] > 0]
@@ -53,10 +56,36 @@ def critical_nodes(graph: CostGraph, work: Sequence[float] | Floats) -> list[int
     return sorted(counted, key=place.__getitem__)
 
 
+def _without_circles(graph: CostGraph) -> list[tuple[int, int]]:
+    """Distinct edges but for those that lead back to where a depth-first walk comes from."""
+    children: list[list[int]] = [[] for _ in graph.unary]
+    for i, j in dict.fromkeys((i, j) for i, j, _ in graph.edges if i != j):
+        children[i].append(j)
+    state = [0] * len(children)  # 1: on the way, 2: done
+    kept: list[tuple[int, int]] = []
+    for root in range(len(children)):
+        if state[root]:
+            continue
+        state[root] = 1
+        stack = [(root, iter(children[root]))]
+        while stack:
+            node, rest = stack[-1]
+            following = next(rest, None)
+            if following is None:
+                state[node] = 2
+                stack.pop()
+            elif state[following] != 1:
+                kept.append((node, following))
+                if not state[following]:
+                    state[following] = 1
+                    stack.append((following, iter(children[following])))
+    return kept
+
+
 def segments(graph: CostGraph, critical: Sequence[int]) -> list[list[int]]:
     """The ancestors of each critical node that no earlier one has, the node itself last; leftovers join the last."""
     parents: list[list[int]] = [[] for _ in graph.unary]
-    for i, j, _ in graph.edges:
+    for i, j in _without_circles(graph):
         parents[j].append(i)
     taken: set[int] = set()
     found = []
