@@ -31,7 +31,7 @@ from simpart.schedule import (
 )
 from simpart.simulation import chain_times, makespan
 from simpart.testing.schedule_suite import ScheduleCase, check_schedule, held, placement, schedule_cases
-from simpart.topology import Shape, StageEdge, actions_of, actions_of_rows, topology_of
+from simpart.topology import Shape, StageEdge, actions_of, actions_of_rows, build_topology, topology_of
 
 SECONDS = st.integers(1, 9).map(float)
 
@@ -316,3 +316,39 @@ def test_the_exact_order_is_that_of_enumeration(
 def test_a_limit_below_one_micro_batch_is_refused() -> None:
     with pytest.raises(UserError, match=r"holds at most 0.5 per group; raise the limit"):
         zero_bubble([0, 1], 4, StageTimes.equal(2, 1, 1, 1), 0.5)
+
+
+# --- published bubbles ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("kind", ["dualpipe", "dualpipev"])
+@pytest.mark.parametrize("groups", [4, 8, 16])
+@pytest.mark.parametrize(("f", "i", "w"), [(1.0, 1.0, 1.0), (2.0, 2.0, 1.0), (1.0, 1.5, 1.0)])
+def test_bubbles_of_dualpipe_are_the_published_ones(kind: str, groups: int, f: float, i: float, w: float) -> None:
+    """`(PP/2 - 1)(F&B + B - 3W)` with PP stages, B a whole backward and F&B an overlapped pair, here F + B. References:
+    DeepSeek-V3 technical report, arXiv 2412.19437, table 2; DualPipeV (PP/2 devices, two stages each): the README of
+    github.com/deepseek-ai/DualPipe. Where F and I differ in length the real order may do better."""
+    home = placement(kind, groups, 2)
+    chain = tuple(StageEdge(s, s + 1) for s in range(len(home) - 1))
+    for count in (2 * len(home), 4 * len(home)):
+        shape = Shape(tuple(home), Schedule(kind=kind), count, chain, "lags")
+        topology = build_topology(shape, actions_of(shape))
+        task_s = np.tile([f, i + w, i, w], len(home))
+        step_s = compiled.times(topology, Durations(task_s=task_s, lag_s=np.zeros(2 * len(chain)))).makespan_s
+        bubble_s = step_s - count * (f + i + w) * len(home) / groups
+        published = (len(home) / 2 - 1) * (f + (i + w) + (i + w) - 3 * w)
+        assert bubble_s == pytest.approx(published) if f == i else bubble_s <= published
+
+
+@pytest.mark.parametrize("groups", [4, 8])
+def test_bubbles_of_zero_bubble_orders_are_the_published_ones(groups: int) -> None:
+    """Of each group's own span, with F = I = W = 1: `(p - 1)(F + I - W)` within p micro-batches (ZB-H1), none within
+    2 p (ZB-H2), none V-shaped (ZB-V). References: Qi et al., arXiv 2401.10241, table 2; arXiv 2405.15362, section 3."""
+    count, times = 3 * groups, StageTimes.equal(groups, 1, 1, 1)
+
+    def bubble(rows: Rows, times: StageTimes, stages_each: int) -> float:
+        return max(end - begin for begin, end in group_spans(rows, times)) - 3 * count * stages_each
+
+    chain = list(range(groups))
+    assert bubble(zero_bubble(chain, count, times, groups, "span"), times, 1) <= groups - 1
+    assert bubble(zero_bubble(chain, count, times, 2 * groups, "span"), times, 1) == 0
+    v_shape = placement("zb-v", groups, 2)
+    assert bubble(Schedule(kind="zb-v").rows(v_shape, count), StageTimes.equal(2 * groups, 1, 1, 1), 2) == 0

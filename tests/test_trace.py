@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from simpart.errors import FormatError
 from simpart.simulation import SimResult, simulate_plan
 from simpart.trace import load_trace, save_trace
+from simpart.validate._timeline import predicted_timelines, trace_of
 from tests.test_lowering import plan, problem
 from tests.toy_graphs import UnitLinks, chain, costs
 
@@ -101,3 +103,20 @@ def test_other_files_are_no_traces(content: str, tmp_path: Path) -> None:
     (tmp_path / "t.json").write_text(content)
     with pytest.raises(FormatError, match="trace"):
         load_trace(tmp_path / "t.json")
+
+
+def test_measured_and_predicted_steps_stand_in_one_trace_lane_by_lane(result: SimResult, tmp_path: Path) -> None:
+    """A rank's two lanes name the same actions, in one process, and the file loads back."""
+    predicted = predicted_timelines(result)
+    slower = [[{**e, "start_s": 2 * e["start_s"], "end_s": 2 * e["end_s"]} for e in lane] for lane in predicted]
+    path = tmp_path / "both.json"
+    path.write_text(json.dumps(trace_of(slower, predicted)), encoding="utf-8")
+    events = load_trace(path)
+    ranks = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    lanes = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(ranks.values()) == [f"rank {r}" for r in range(len(predicted))]
+    for pid in ranks:
+        assert (lanes[pid, 0], lanes[pid, 1]) == ("measured", "predicted")
+        found = [[e for e in events if e["ph"] == "X" and (e["pid"], e["tid"]) == (pid, lane)] for lane in (0, 1)]
+        assert [e["name"] for e in found[0]] == [e["name"] for e in found[1]] != []
+        assert [e["ts"] for e in found[0]] == pytest.approx([2 * e["ts"] for e in found[1]])

@@ -171,6 +171,13 @@ def test_plans_on_three_processes_equal_one_process(tmp_path: Path) -> None:
     assert_exact(run(tmp_path, files, 3), files)
 
 
+def test_dualpipe_is_refused_before_anything_runs(tmp_path: Path) -> None:
+    file = plan_file(GPT, [0.5], [[1], [1]], 2, "dualpipe")
+    with pytest.raises(UnsupportedError, match="every stage on two groups, which is not run yet; use dualpipev"):
+        prepare(tmp_path / "run", [file])
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_raising_rank_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
     error = failure(tmp_path, "raising")
     assert str(error).startswith(

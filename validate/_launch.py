@@ -37,6 +37,10 @@ class RunFailed(UserError):
 
 def refuse_unsupported(plan: Plan) -> None:
     """Raise UnsupportedError for plans that are not run yet."""
+    if plan.schedule.kind == "dualpipe":
+        raise UnsupportedError(
+            "schedule dualpipe holds every stage on two groups, which is not run yet; use dualpipev or zb-v"
+        )
     sharded = bool(plan.state) or any(stage.sharding for stage in plan.stages)
     sharded = sharded or any(size > 1 for group in plan.groups for _, size in group.sharding_axes)
     if sharded and plan.skips == "relay":

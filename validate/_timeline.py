@@ -76,7 +76,8 @@ def measured_timelines(ranks: Sequence[Mapping[str, Any]], step: int) -> list[Ti
 
 
 def predicted_timelines(result: SimResult) -> list[Timeline]:
-    """One timeline per rank; waiting for a transfer shows as a receive event that begins when the transfer does."""
+    """One timeline per rank, in the order of devices; waiting for a transfer shows as a receive event that begins when
+    the transfer does."""
     from simpart.program import TaskKind
 
     topology, times = result.program.topology, result.times
@@ -84,7 +85,8 @@ def predicted_timelines(result: SimResult) -> list[Timeline]:
         TaskKind.FORWARD: "F", TaskKind.BACKWARD: "B", TaskKind.BACKWARD_INPUT: "I", TaskKind.BACKWARD_WEIGHT: "W",
         TaskKind.REDUCE: "reduce", TaskKind.OPTIMIZER: "optimizer", TaskKind.COLLECTIVE: "collective",
     }  # fmt: skip
-    found: list[Timeline] = []
+    facts = result.program.facts
+    found: list[tuple[int, Timeline]] = []
     for group in range(topology.groups):
         events: list[Event] = []
         before = 0.0
@@ -104,34 +106,29 @@ def predicted_timelines(result: SimResult) -> list[Timeline]:
                 event |= {"stage": int(topology.stage[task]), "micro_batch": int(topology.micro_batch[task])}
             events.append(event)
             before = end
-        found += [events] * result.program.multiplicity[group]
-    return found
+        ranks = range(result.program.multiplicity[group]) if facts is None else facts.devices[group]
+        found += [(rank if facts is not None else len(found), events) for rank in ranks]
+    return [events for _, events in sorted(found, key=lambda pair: pair[0])]
 
 
 def trace_of(measured: Sequence[Timeline], predicted: Sequence[Timeline]) -> dict[str, Any]:
-    """Both timelines as a trace-event document, one process each, one thread per rank; opens in ui.perfetto.dev."""
+    """Both runs as a trace-event document; opens in ui.perfetto.dev. A process per rank with two lanes, measured above
+    predicted, both from the step's begin."""
     rows: list[dict[str, Any]] = []
-    for pid, (name, timelines) in enumerate((("measured", measured), ("predicted", predicted)), 1):
-        if timelines:
-            rows.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": name}})
-        for rank, events in enumerate(timelines):
-            rows.append({"ph": "M", "pid": pid, "tid": rank, "name": "thread_name", "args": {"name": f"rank {rank}"}})
-            for event in events:
-                label = (
-                    f"{event['stage']}{event['kind']}{event['micro_batch']}"
-                    if event["kind"] in "FBIW"
-                    else event["kind"]
-                )
-                begin, length = event["start_s"] * 1e6, (event["end_s"] - event["start_s"]) * 1e6
-                rows.append(
-                    {
-                        "ph": "X",
-                        "pid": pid,
-                        "tid": rank,
-                        "name": label,
-                        "cat": event["kind"],
-                        "ts": begin,
-                        "dur": length,
-                    }
-                )
+    for rank in range(max(len(measured), len(predicted))):
+        rows.append({"ph": "M", "pid": rank + 1, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        rows.append({"ph": "M", "pid": rank + 1, "name": "process_sort_index", "args": {"sort_index": rank}})
+        for lane, (name, timelines) in enumerate((("measured", measured), ("predicted", predicted))):
+            if rank >= len(timelines):
+                continue
+            place = {"pid": rank + 1, "tid": lane}
+            rows.append({"ph": "M", **place, "name": "thread_name", "args": {"name": name}})
+            rows.append({"ph": "M", **place, "name": "thread_sort_index", "args": {"sort_index": lane}})
+            rows += [{"ph": "X", **place, **_slice(event)} for event in timelines[rank]]
     return {"traceEvents": rows, "displayTimeUnit": "ms"}
+
+
+def _slice(event: Event) -> dict[str, Any]:
+    name = f"{event['stage']}{event['kind']}{event['micro_batch']}" if event["kind"] in "FBIW" else event["kind"]
+    begin, length = event["start_s"] * 1e6, (event["end_s"] - event["start_s"]) * 1e6
+    return {"name": name, "cat": event["kind"], "ts": begin, "dur": length}
