@@ -57,7 +57,7 @@ def solve(
     factors: tuple[int, ...],
     *,
     weigh: Weigh | None = None,
-    beam: int = 8,
+    beam: int = 4,
     ties: int = 8,
     slack: float = 0.0,
     check: Callable[[], None] = lambda: None,

@@ -24,8 +24,8 @@ __all__ = [
     "weighed",
 ]  # fmt: skip
 
-CLOSE = 1e-9
-"""Costs closer than this, relatively, are equal."""
+ROUNDING = 1e-13
+"""Of the sum of all costs that there may be: what sums in another order differ by."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,60 +53,76 @@ class Found:
 def recursion(
     steps: Steps,
     *,
-    beam: int = 16,
-    ties: int = 64,
+    beam: int = 4,
+    ties: int = 8,
     slack: float = 0.0,
     choose: Callable[[Step], Sequence[int]] | None = None,
     check: Callable[[], None] = lambda: None,
 ) -> Found:
     """Keep `beam` states after each step, each followed by its at most `ties` optimal choices, or those within a
     fraction `slack` of the optimum; `choose` takes a step's choice instead (a greedy rule)."""
-    Path = tuple[tuple[float, ...], tuple[tuple[Assignment, ...], ...]]
-    beams: dict[State, Path] = {steps.start(): ((), ())}
+    beams: dict[State, _Beam] = {steps.start(): _Beam()}
     seen, first, last = 0, 0.0, len(steps.factors) - 1
     for level in range(len(steps.factors)):
-        following: dict[State, Path] = {}
-        for state, (deltas, taken) in beams.items():
+        following: dict[State, _Beam] = {}
+        for state, before in beams.items():
             check()
             step = steps.step(state, level)
-            if choose is not None:
-                picked = tuple(map(int, choose(step)))
-                choices = [(step.cost(picked), picked)]
-            else:
-                choices = _choices(step, ties if level < last else 1, slack)
-            for cost, choice in choices:
+            choices = [tuple(map(int, choose(step)))] if choose else _choices(steps, step, level < last, ties, slack)
+            for choice in choices:
                 seen += 1
-                after, so_far = step.following(choice), (*deltas, cost)
-                known = following.get(after)
-                if known is None or sum(so_far) < sum(known[0]):
-                    following[after] = so_far, (*taken, step.assignments(choice))
+                now = _Beam(
+                    (*before.deltas, step.cost(choice)), (*before.taken, step.assignments(choice)),
+                    before.taste + step.taste(choice),
+                )  # fmt: skip
+                after = step.following(choice)
+                if after not in following or now.rank < following[after].rank:
+                    following[after] = now
             if level == 0:
-                first = min((cost for cost, _ in choices), default=inf)
-        ranked = sorted(following.items(), key=lambda item: sum(item[1][0]))  # stable: first come among equals
+                first = min(step.cost(choice) for choice in choices)
+        ranked = sorted(following.items(), key=lambda item: item[1].rank)  # stable: first come among equals
         beams = dict(ranked[:beam])
-    deltas, taken = min(beams.values(), key=lambda item: sum(item[0]))
+    best = min(beams.values(), key=lambda found: found.rank)
     return Found(
-        factors=steps.factors,
-        steps=taken,
-        deltas=deltas,
-        bound=min(first, sum(deltas)),
-        method="recursion",
-        states=seen,
-    )
+        factors=steps.factors, steps=best.taken, deltas=best.deltas, bound=min(first, sum(best.deltas)),
+        method="recursion", states=seen,
+    )  # fmt: skip
 
 
-def _choices(step: Step, most: int, slack: float) -> list[tuple[float, tuple[int, ...]]]:
-    if most == 1:
-        solution = minimise(step.graph, level="quick")
-        if solution.choice is not None:
-            return [(step.cost(solution.choice), tuple(map(int, solution.choice)))]
-        return []
-    best = minimise(step.graph, level="quick")
-    room = slack * best.cost + CLOSE * max(abs(best.cost), 1e-300)
-    found = [tuple(map(int, c)) for c in near_optimal(step.graph, room, most)] or (
-        [tuple(map(int, best.choice))] if best.choice is not None else []
-    )
-    return [(step.cost(c), c) for c in found]
+@dataclass(frozen=True, slots=True)
+class _Beam:
+    """One way to come to a state."""
+
+    deltas: tuple[float, ...] = ()
+    taken: tuple[tuple[Assignment, ...], ...] = ()
+    taste: float = 0.0
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        total = sum(self.deltas)
+        return float(f"{total:.12g}"), self.taste
+
+
+def _choices(steps: Steps, step: Step, several: bool, most: int, slack: float) -> list[tuple[int, ...]]:
+    """Optimal choices of a step, those of better taste among them."""
+    tasted = step.tasted if steps.rules.unnested else step.graph
+    if not several or most == 1:
+        solution = minimise(tasted, level="quick")
+        assert solution.choice is not None
+        return [tuple(map(int, solution.choice))]
+    graphs = [tasted, step.graph] if steps.rules.unnested else [step.graph]
+    found = [tuple(map(int, c)) for g in graphs for c in near_optimal(g, _room(g, slack), -(-most // len(graphs)))]
+    return list(dict.fromkeys(found))
+
+
+def _room(graph: CostGraph, slack: float) -> float:
+    """What costs may differ by and still count as equal, or near."""
+    scale = sum(float(np.abs(costs).max(initial=0)) for costs in graph.unary)
+    scale += sum(float(table[np.isfinite(table)].max(initial=0)) for _, _, table in graph.edges)
+    room = ROUNDING * scale
+    if slack > 0:
+        room += slack * max(0.0, minimise(graph, level="quick").cost)
+    return room
 
 
 def tie_range(steps: Steps, most: int = 100_000) -> tuple[float, float]:
@@ -118,7 +134,8 @@ def tie_range(steps: Steps, most: int = 100_000) -> tuple[float, float]:
             return 0.0, 0.0
         if (level, state) not in known:
             step = steps.step(state, level)
-            after = {step.following(c): cost for cost, c in _choices(step, most, 0.0)}
+            choices = near_optimal(step.graph, _room(step.graph, 0.0), most)
+            after = {step.following(c): step.cost(c) for c in choices}
             ends = [(cost, *visit(level + 1, s)) for s, cost in after.items()]
             known[level, state] = min(c + low for c, low, _ in ends), max(c + high for c, _, high in ends)
         return known[level, state]

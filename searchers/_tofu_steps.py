@@ -7,7 +7,7 @@ Reference: Wang, Huang, Li, "Supporting Very Large Models using Automatic Datafl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import numpy as np
@@ -57,8 +57,16 @@ class Step:
     def following(self, choice: Sequence[int]) -> State:
         return tuple(d.following[x] for d, x in zip(self.domains, choice, strict=True))
 
+    @property
+    def tasted(self) -> CostGraph:
+        """The graph in which the better of equals is cheaper."""
+        return replace(self.graph, unary=tuple(d.unary + d.taste for d in self.domains))
+
+    def taste(self, choice: Sequence[int]) -> float:
+        return sum(float(d.taste[x]) for d, x in zip(self.domains, choice, strict=True))
+
     def cost(self, choice: Sequence[int]) -> float:
-        """Of a choice, without taste."""
+        """Of a choice."""
         total = sum(float(d.unary[x]) for d, x in zip(self.domains, choice, strict=True))
         return total + sum(float(table[choice[i], choice[j]]) for i, j, table in self.graph.edges)
 
@@ -161,7 +169,7 @@ class Steps:
             table = self.table(domains[a], domains[b])
             if table.any():
                 edges.append((a, b, table))
-        return Step(CostGraph(unary=tuple(d.unary + d.taste for d in domains), edges=tuple(edges)), domains)
+        return Step(CostGraph(unary=tuple(d.unary for d in domains), edges=tuple(edges)), domains)
 
     def _survey(self, parts: int) -> None:
         """Which dims of values some kernel can use, and strided cuts: what one kernel offers is asked of those that

@@ -63,7 +63,7 @@ def partition(
     *,
     factors: tuple[int, ...] | None = None,
     method: Method = METHODS["tofu"],
-    beam: int = 8,
+    beam: int = 4,
     ties: int = 8,
     slack: float = 0.0,
     joint_s: float | None = 2.0,
@@ -134,7 +134,7 @@ class Tofu:
     name: str = "tofu"
     method: Method = METHODS["tofu"]
     seconds: bool = False
-    beam: int = 8
+    beam: int = 4
     ties: int = 8
     slack: float = 0.0
     factors: tuple[int, ...] | None = None
