@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simpart.describe import human_bytes
+from simpart.searchers._inputs import costs_array
 
 __all__ = [
     "ChainPlan",
@@ -200,6 +201,16 @@ def bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats, pla
     return out
 
 
+def check_costs(costs: StageCosts) -> None:
+    """Raise UserError for costs of stages that are no numbers or negative; infinite ones cannot be and are no fault."""
+    for name in ("forward_s", "backward_s", "transfer_s", "static_bytes", "stash_bytes"):
+        values = getattr(costs, name)
+        if values.size and not values.min() >= 0:  # entries that are no stages may be anything
+            n = costs.blocks
+            stages = np.arange(n + 1)[None, :] > np.arange(n)[:, None]
+            costs_array(name, np.where(stages[:, :, None], values, 0.0))
+
+
 class _Label(NamedTuple):
     """A plan for the first blocks: made from label `parent` by a stage on `replicas[k]` devices; f and g are lifted."""
 
@@ -216,6 +227,7 @@ class Tables:
     """Exact least maxima of f and of g for finishing the chain: [stages left][first block][devices left]."""
 
     def __init__(self, costs: StageCosts, devices: int, max_stages: int) -> None:
+        check_costs(costs)
         n = costs.blocks
         self.costs = costs
         self.devices = devices

@@ -28,6 +28,7 @@ from simpart.searchers._chain_plans import (
     propose_answers,
 )
 from simpart.searchers._downsets import closed_sets, members, nested
+from simpart.searchers._inputs import costs_array
 from simpart.searchers._profiles import Edges, PipeDreamNode, find_profile, read_pipedream
 from simpart.searching import Candidate, Control
 
@@ -91,8 +92,12 @@ def chain_cuts(
     """Cuts of a chain of blocks."""
     n = len(compute_s)
     sums = [
-        np.concatenate([[0.0], np.cumsum(np.asarray(x, dtype=np.float64))])
-        for x in (compute_s, parameter_bytes, activation_bytes)
+        np.concatenate([[0.0], np.cumsum(costs_array(name, x, finite=True))])
+        for name, x in (
+            ("compute_s", compute_s),
+            ("parameter_bytes", parameter_bytes),
+            ("activation_bytes", activation_bytes),
+        )
     ]
     return Cuts(
         compute_s=sums[0],
@@ -167,6 +172,8 @@ class _Solver:
         fewer: bool,
         released: bool,
     ) -> None:
+        for name in ("compute_s", "parameter_bytes", "activation_bytes", "output_bytes"):
+            costs_array(name, getattr(cuts, name), finite=True)
         self.cuts, self.levels = cuts, levels
         self.transfers, self.limit, self.straight, self.fewer, self.released = (
             transfers,
