@@ -92,9 +92,10 @@ class MeshModel:
         allowed: Mapping[tuple[int, str], Mapping[tuple[str, int], Placement]] | None = None,
         rests: Mapping[Maker, Mapping[str, Placement]] | None = None,
         communication: CommPrices | None = None,
+        known: tuple[list[Choices], ConversionTimes] | None = None,
     ) -> None:
         """`regions`: per op the number of the region that backward runs again, or -1; `allowed` as in `choices`;
-        `rests` pins where parameters rest, per axis."""
+        `rests` pins where parameters rest, per axis; `known` are the prices of another model of the same mesh."""
         self.problem, self.mesh = problem, mesh
         self.source: Graph = problem.graph.at(mesh.micro_batch)
         self.wires: Wires = wires_of(self.source)
@@ -104,26 +105,48 @@ class MeshModel:
         # a step takes about (micro-batches + stages - 1) × the time of a stage: an equal share of all work
         self._per_micro_batch = (mesh.micro_batches + mesh.stages - 1) / mesh.stages
         self._per_step = 1.0 / mesh.stages
-        self.choices: list[Choices] = choices(
-            self.source, mesh.micro_batch, mesh.group, mesh.axes, problem.cluster, problem.costs, self.prices,
-            allowed or {},
-        )  # fmt: skip
-        self._times = ConversionTimes(mesh.group, mesh.axes, problem.cluster, self.prices)
+        if known is None:
+            found = choices(
+                self.source, mesh.micro_batch, mesh.group, mesh.axes, problem.cluster, problem.costs, self.prices,
+                allowed or {},
+            )  # fmt: skip
+            known = found, ConversionTimes(mesh.group, mesh.axes, problem.cluster, self.prices)
+        self.choices, self._times = known
         self._loads = loads
         self._draft = _Draft(weights=[{} for _ in loads])
         self._rest_of: dict[Maker, int] = {}
         self.rest_options: dict[Maker, list[tuple[Layout, int]]] = {}
-        self._build()
+        self._graph: CostGraph | None = None
+
+    @property
+    def known(self) -> tuple[list[Choices], ConversionTimes]:
+        """Prices, for other models of the same mesh."""
+        return self.choices, self._times
+
+    @property
+    def graph(self) -> CostGraph:
+        """What the solver gets; made when first asked for."""
+        if self._graph is None:
+            self._graph = self._build()
+        return self._graph
+
+    @property
+    def floor_s(self) -> float:
+        """What the kernels alone take, each at its fastest."""
+        times = self._runs() * self._per_micro_batch
+        return float(sum(t * np.min(c.compute_s + c.exchange_s) for t, c in zip(times, self.choices, strict=True)))
+
+    def _runs(self) -> Floats:
+        """Times that each kernel class runs per micro-batch, in all stages together."""
+        flat = self.source.flat
+        again = flat.kernel_forward & (self._regions[flat.kernel_op] >= 0)
+        count = self.wires.count + np.bincount(flat.kernel_class[again], minlength=len(self.wires.count))
+        return count.astype(np.float64)
 
     # --- the graph ----------------------------------------------------------------------------------------------------
-    def _build(self) -> None:
-        flat, count = self.source.flat, self.wires.count
-        again = np.bincount(
-            flat.kernel_class[flat.kernel_forward & (self._regions[flat.kernel_op] >= 0)], minlength=len(count)
-        )
-        for cls, found in enumerate(self.choices):
-            seconds = (found.compute_s + found.exchange_s) * float(count[cls] + again[cls]) * self._per_micro_batch
-            self._draft.variable(seconds)
+    def _build(self) -> CostGraph:
+        for found, times in zip(self.choices, self._runs(), strict=True):
+            self._draft.variable((found.compute_s + found.exchange_s) * times * self._per_micro_batch)
         groups = [g for g in self.wires.groups if g.readers]
         for group in groups:
             self._times.want(self._key(group.maker), self._left(group.maker))
@@ -142,7 +165,7 @@ class MeshModel:
             self._return_gradient(parameter, gradient, len(values))
         for number, load in enumerate(self._loads):
             self._weigh_activations(number, load)
-        self.graph = CostGraph(
+        return CostGraph(
             unary=tuple(self._draft.unary),
             edges=tuple(self._draft.edges),
             rows=tuple(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -77,6 +78,7 @@ class _Search:
     best_s: float = math.inf
     bounds: list[float] = field(default_factory=list)
     objective_of: dict[Setting, float] = field(default_factory=dict)
+    known: dict[Any, Any] = field(default_factory=dict)  # prices by mesh
     prices: CommPrices = field(init=False)
 
     def __post_init__(self) -> None:
@@ -129,7 +131,7 @@ class _Search:
         spare = 0.0
         for _ in range(ROUNDS):
             model = self._model(setting, stage_of, spare)
-            floor_s = sum(float(np.min(costs)) for costs in model.graph.unary) + problem.costs.step_overhead_s
+            floor_s = model.floor_s + problem.costs.step_overhead_s
             if floor_s >= self.best_s:
                 self.bounds.append(floor_s)
                 return
@@ -195,7 +197,10 @@ class _Search:
             group=setting.group(0), replicas=setting.replicas, axes=setting.axes, micro_batch=setting.micro_batch,
             micro_batches=setting.micro_batches, stages=setting.stages, zero=self._zero(setting),
         )  # fmt: skip
-        return MeshModel(problem, mesh, loads, regions, communication=self.prices)
+        key = (setting.micro_batch, setting.replicas, setting.axes)
+        model = MeshModel(problem, mesh, loads, regions, communication=self.prices, known=self.known.get(key))
+        self.known[key] = model.known
+        return model
 
     def _zero(self, setting: Setting) -> tuple[int, ...]:
         """ZeRO levels of parameters: what the space names, else all that differ in what they trade."""
