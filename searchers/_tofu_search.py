@@ -175,13 +175,17 @@ def joint(
     def unary(group: int, path: _Path) -> float:
         return sum(float(steps.domain(group, path.states[i], i).unary[path.assignments[i]]) for i in levels)
 
+    def taste(group: int, path: _Path) -> float:
+        return sum(float(steps.domain(group, path.states[i], i).taste[path.assignments[i]]) for i in levels)
+
     edges: list[tuple[int, int, Table]] = []
     for a, b in steps.linked:
         table = _by_device(steps, a, b, options) if by_device else sum(_spread(steps, i, a, b, options) for i in levels)
         if np.any(table):
             edges.append((a, b, np.asarray(table)))
     costs = tuple(np.array([unary(g, path) for path in paths]) for g, paths in enumerate(options))
-    graph = CostGraph(unary=costs, edges=tuple(edges))
+    better = [np.array([taste(g, path) for path in paths]) for g, paths in enumerate(options)]
+    graph = CostGraph(unary=tuple(c + t for c, t in zip(costs, better, strict=True)), edges=tuple(edges))
     level: Level = "exact" if seconds is None else "quick"
     solution = minimise(graph, seconds=seconds, relative_gap=relative_gap, level=level)
     if solution.choice is None:
@@ -201,7 +205,7 @@ def joint(
             for row, at in zip(domains, picked, strict=True)
         ),
         deltas=(solution.cost,) if by_device else deltas,
-        bound=solution.bound,
+        bound=solution.bound - sum(float(t.max()) for t in better),
         method=f"joint ({solution.method})",
     )
 

@@ -170,7 +170,9 @@ class Tofu:
             weigh = seconds_of(problem.costs.communication, problem.cluster, group, axis_names(found.found.factors))
             objective, least = weighed(found.coarse.work, found.found, weigh), 0.0
         if found.replicated:
-            words += f", {len(found.replicated)} kernels replicated for {sum(r[2] for r in found.replicated):.4g} B"
+            several = "s" if len(found.replicated) > 1 else ""
+            gathered = sum(size for *_, size in found.replicated)
+            words += f", {len(found.replicated)} kernel{several} replicated for {gathered:.4g} B"
         work_s = _work_s(problem, found.coarse.micro_batch)
         plan = plan_of(found.coarse, found.found, count, problem.space.schedules[0], problem.mode)
         return Candidate(
