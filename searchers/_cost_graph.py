@@ -1,7 +1,7 @@
 """The least cost of a cost graph, by the cheapest method that proves it.
 
-Exact reductions first, then per component the ladder: bucket elimination → prices for rows → linear relaxation →
-integer program → message passing. Whatever answers, the bound holds and the method is said.
+Exact reductions first, then per component the ladder: bucket elimination, prices for rows, message passing for what is
+too wide, linear relaxation, integer program. Whatever answers, the bound holds and the method is said.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def minimise(
     """The cheapest choice that keeps the rows, to within a relative gap and a time limit.
 
     Without `seconds` the answer depends on the input alone. The order of methods says which was needed: reduction,
-    elimination, prices, relaxation, program, messages.
+    elimination, prices, messages, relaxation, program.
 
     >>> two = np.array([[0.0, 5.0], [5.0, 0.0]])
     >>> minimise(CostGraph(unary=(np.array([1.0, 2.0]), np.array([3.0, 0.0])), edges=((0, 1, two),))).cost
@@ -79,7 +79,7 @@ def minimise(
     return Solution(choice=choice, cost=cost, bound=min(bound, cost), method=method)
 
 
-_RUNGS = ("reduction", "elimination", "prices", "relaxation", "program", "messages")
+_RUNGS = ("reduction", "elimination", "prices", "messages", "relaxation", "program")
 
 
 def _component(graph: CostGraph, relative_gap: float, deadline: float | None, level: Level) -> Solution:
@@ -91,17 +91,24 @@ def _component(graph: CostGraph, relative_gap: float, deadline: float | None, le
         return Solution(choice=buckets.choice(), cost=buckets.cost, bound=buckets.cost, method="elimination")
     best, bound = _none(""), -math.inf
     kept: list[Ints] | None = None
-    if order:
-        priced = price_rows(graph, order, relative_gap=relative_gap, deadline=deadline)
+    if graph.rows and (order or pairs(graph) > _LARGEST_PROGRAM):
+        gap, rounds = (relative_gap, 60) if order else (max(relative_gap, 1e-3), 16)
+        priced = price_rows(graph, order, rounds=rounds, relative_gap=gap, deadline=deadline)
         best, bound = _better(graph, best, priced.choice, "prices"), priced.bound
         if bound == math.inf:
             return _none("prices", "the forbidden pairs leave no choice")
         if _close(best, bound, relative_gap):
             return replace(best, bound=min(bound, best.cost))
-        ceiling = best.cost + 1e-9 * abs(best.cost)
-        kept = [np.flatnonzero(np.isfinite(b) & (b <= ceiling)) for b in priced.option_bounds]
-        if not all(map(len, kept)):  # rounding: nothing can be better than what is known
-            return replace(best, bound=best.cost)
+        if priced.option_bounds:
+            ceiling = best.cost + 1e-9 * abs(best.cost)
+            kept = [np.flatnonzero(np.isfinite(b) & (b <= ceiling)) for b in priced.option_bounds]
+            if not all(map(len, kept)):  # rounding: nothing can be better than what is known
+                return replace(best, bound=best.cost)
+    else:
+        choice, bound = pass_messages(graph, deadline=deadline)
+        best = _better(graph, best, None if choice is None else improve(graph, choice), "messages")
+        if _close(best, bound, relative_gap):
+            return replace(best, bound=min(bound, best.cost))
     graph_left = graph if kept is None else _restrict(graph, kept)
     rest = None if deadline is None else deadline - time.monotonic()
     if level == "exact" and pairs(graph_left) <= _LARGEST_RELAXATION:
@@ -126,10 +133,6 @@ def _component(graph: CostGraph, relative_gap: float, deadline: float | None, le
             best = _better(graph, best, choice, "program")
             if _close(best, bound, relative_gap):
                 return replace(best, bound=min(bound, best.cost))
-    if not order:
-        choice, low = pass_messages(graph, deadline=deadline)
-        bound = max(bound, low)
-        best = _better(graph, best, None if choice is None else improve(graph, choice), "messages")
     return replace(best, bound=min(bound, best.cost), method=best.method or "messages")
 
 

@@ -12,46 +12,77 @@ import numpy as np
 
 from simpart.searchers._cost_graph_types import CostGraph, Floats, Ints, Table, price, rows_hold
 
-__all__ = ["improve", "pass_messages"]
+__all__ = ["Messages", "improve", "pass_messages"]
 
 
-def pass_messages(graph: CostGraph, *, passes: int = 100, deadline: float | None = None) -> tuple[Ints | None, float]:
-    """A choice that keeps the rows (None if none was met) and a bound that holds with or without them."""
-    size = len(graph.unary)
-    tables: list[dict[int, Table]] = [{} for _ in range(size)]
-    for i, j, table in graph.edges:
-        tables[i][j] = tables[i][j] + table if j in tables[i] else table
-        tables[j][i] = tables[i][j].T
-    messages: dict[tuple[int, int], Floats] = {
-        (i, j): np.zeros(len(graph.unary[j])) for i in range(size) for j in tables[i]
-    }
-    share = [1 / max(1, sum(j > i for j in tables[i]), sum(j < i for j in tables[i])) for i in range(size)]
-    bound, best, best_cost = -math.inf, None, math.inf
-    for turn in range(passes):
-        forward = turn % 2 == 0
+class Messages:
+    """Message passing on one graph, whose costs of options may change between runs: each starts from the last."""
+
+    def __init__(self, graph: CostGraph) -> None:
+        self.graph = graph
+        size = len(graph.unary)
+        self._tables: list[dict[int, Table]] = [{} for _ in range(size)]
+        for i, j, table in graph.edges:
+            self._tables[i][j] = self._tables[i][j] + table if j in self._tables[i] else table
+            self._tables[j][i] = self._tables[i][j].T
+        self._messages: dict[tuple[int, int], Floats] = {
+            (i, j): np.zeros(len(graph.unary[j])) for i in range(size) for j in self._tables[i]
+        }
+        self._share = [
+            1 / max(1, sum(j > i for j in around), sum(j < i for j in around)) for i, around in enumerate(self._tables)
+        ]
+        self.kept: Ints | None = None  # the cheapest choice met that keeps the rows
+        self.kept_cost = math.inf
+
+    def run(
+        self, extra: list[Floats] | None = None, *, passes: int = 100, gap: float = 0.0, deadline: float | None = None
+    ) -> tuple[Ints, float]:
+        """The best choice met under costs raised by `extra`, and a bound of all choices under them; without rows."""
+        graph = self.graph
+        unary = list(graph.unary) if extra is None else [c + e for c, e in zip(graph.unary, extra, strict=True)]
+        bound, best, best_cost, stood = -math.inf, np.zeros(len(unary), dtype=np.int64), math.inf, 0
+        for turn in range(passes):
+            total, choice = self._pass(unary, forward=turn % 2 == 0)
+            stood = 0 if total > bound + 1e-6 * abs(total) else stood + 1
+            bound = max(bound, total)
+            cost = price(graph, choice)
+            if cost < self.kept_cost and rows_hold(graph, choice):
+                self.kept, self.kept_cost = choice, cost
+            raised = cost + (0.0 if extra is None else sum(float(e[x]) for e, x in zip(extra, choice, strict=True)))
+            if raised < best_cost or turn == 0:
+                best, best_cost = choice, raised
+            if stood > 2 or best_cost - bound <= gap * abs(best_cost):
+                break
+            if deadline is not None and time.monotonic() > deadline:
+                break
+        return best, bound
+
+    def _pass(self, unary: list[Floats], *, forward: bool) -> tuple[float, Ints]:
+        """One sweep: the bound it proves, and a choice made along the way."""
+        tables, messages = self._tables, self._messages
         total = 0.0
-        choice = np.full(size, -1, dtype=np.int64)
-        for i in range(size) if forward else reversed(range(size)):
-            belief = graph.unary[i] + sum(messages[j, i] for j in tables[i])
+        choice = np.full(len(unary), -1, dtype=np.int64)
+        for i in range(len(unary)) if forward else reversed(range(len(unary))):
+            belief = unary[i] + sum(messages[j, i] for j in tables[i])
             ahead = [j for j in tables[i] if (j > i) == forward]
             decided = [tables[j][i][choice[j]] for j in tables[i] if (j > i) != forward]
-            open_side = sum((messages[j, i] for j in ahead), start=np.zeros(len(graph.unary[i])))
-            choice[i] = np.argmin(graph.unary[i] + sum(decided, start=open_side))
-            total += (1 - share[i] * len(ahead)) * float(belief.min())  # what is not passed on
+            open_side = sum((messages[j, i] for j in ahead), start=np.zeros(len(unary[i])))
+            choice[i] = np.argmin(unary[i] + sum(decided, start=open_side))
+            total += (1 - self._share[i] * len(ahead)) * float(belief.min())  # what is not passed on
             for j in ahead:
-                sent = share[i] * belief - messages[j, i]
+                sent = self._share[i] * belief - messages[j, i]
                 message = (sent[:, None] + tables[i][j]).min(axis=0)
                 low = float(message.min())
                 messages[i, j] = message - low
                 total += low
-        improved = not math.isfinite(bound) or total > bound + 1e-6 * abs(bound)
-        bound = max(bound, total)
-        cost = price(graph, choice)
-        if cost < best_cost and rows_hold(graph, choice):
-            best, best_cost = choice, cost
-        if (not improved and turn > 10) or (deadline is not None and time.monotonic() > deadline):
-            break
-    return best, bound
+        return total, choice
+
+
+def pass_messages(graph: CostGraph, *, passes: int = 100, deadline: float | None = None) -> tuple[Ints | None, float]:
+    """A choice that keeps the rows (None if none was met) and a bound that holds with or without them."""
+    sweeps = Messages(graph)
+    _, bound = sweeps.run(passes=passes, deadline=deadline)
+    return sweeps.kept, bound
 
 
 def improve(graph: CostGraph, choice: Ints, *, rounds: int = 20) -> Ints:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpart.searchers._cost_graph_buckets import eliminate, marginals
-from simpart.searchers._cost_graph_messages import improve
+from simpart.searchers._cost_graph_messages import Messages, improve
 from simpart.searchers._cost_graph_types import CostGraph, Ints, Table, price, rows_hold
 
 __all__ = ["Priced", "price_rows"]
@@ -21,7 +21,8 @@ __all__ = ["Priced", "price_rows"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Priced:
-    """The best choice met (None: none kept the rows), the bound, and per option the least bound of choices with it."""
+    """The best choice met (None: none kept the rows), the bound, and per option the least bound of choices with it
+    (empty where the graph was too wide to say)."""
 
     choice: Ints | None
     cost: float
@@ -32,7 +33,11 @@ class Priced:
 def price_rows(
     graph: CostGraph, order: list[int], *, rounds: int = 60, relative_gap: float = 0.0, deadline: float | None = None
 ) -> Priced:
-    """Maximise the dual; stops at the gap, when the bound stands still, or at the deadline."""
+    """Maximise the dual; stops at the gap, when the bound stands still, or at the deadline.
+
+    Without an `order` evaluations are message passing: their bound is valid, if not the best.
+    """
+    sweeps = None if order else Messages(graph)
     best, best_cost, bound = None, math.inf, -math.inf
     prices = np.zeros(len(graph.rows))
     best_prices = prices
@@ -44,13 +49,17 @@ def price_rows(
     saving = sum(float(np.ptp(part)) for part in finite if part.size)  # the most that any choice can save
     box = 1e4 * (saving or 1.0)  # for rows that are missed by a ten-thousandth of their unit
     for _ in range(rounds):
-        buckets = eliminate(graph, order, _extra(graph, prices / units))
-        value = buckets.cost - float(prices @ (limits / units))
+        extra = _extra(graph, prices / units)
+        if sweeps is None:
+            buckets = eliminate(graph, order, extra)
+            value, choice = buckets.cost, buckets.choice()
+        else:
+            choice, value = sweeps.run(extra, gap=relative_gap / 4, deadline=deadline)
+        value -= float(prices @ (limits / units))
         if not math.isfinite(value):
             return Priced(choice=None, cost=math.inf, bound=math.inf, option_bounds=[])
         if value > bound:
             bound, best_prices = value, prices
-        choice = buckets.choice()
         used = np.array([sum(float(w[choice[v]]) for v, w in row.weights) for row in graph.rows])
         excess = (used - limits) / units
         cuts.append((price(graph, choice), excess))
@@ -58,6 +67,9 @@ def price_rows(
             choice = improve(graph, choice)
             if (cost := price(graph, choice)) < best_cost:
                 best, best_cost = choice, cost
+        if sweeps is not None and sweeps.kept is not None and sweeps.kept_cost < best_cost:
+            best = improve(graph, sweeps.kept)
+            best_cost = price(graph, best)
         if best is not None and best_cost - bound <= max(relative_gap, 1e-12) * abs(best_cost):
             break
         if deadline is not None and time.monotonic() > deadline:
@@ -65,6 +77,8 @@ def price_rows(
         prices, promised = _master(cuts, box)
         if promised <= bound + 1e-9 * max(abs(bound), abs(promised)):
             break
+    if sweeps is not None:
+        return Priced(choice=best, cost=best_cost, bound=bound, option_bounds=[])
     final = eliminate(graph, order, _extra(graph, best_prices / units))
     return Priced(
         choice=best,
