@@ -8,12 +8,13 @@ from typing import Literal, Protocol
 
 import numpy as np
 
+from simpart.errors import UserError
 from simpart.hardware import Cluster, Device
 from simpart.kernels import Mode
 
 __all__ = [
     "PROVENANCES", "Collective", "CollectiveKind", "CollectiveTable", "CommModel", "ComputeModel", "Costs", "Estimate",
-    "Signature", "SignatureTable", "TensorForm", "unique",
+    "Signature", "SignatureTable", "TensorForm", "checked", "unique",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -123,6 +124,24 @@ class Costs:
     overlap_slowdown: float = 0.0
     step_log_sd: float = 0.0
     description: str = ""
+
+
+def checked(estimate: Estimate, asked: Sequence[Signature | Collective]) -> Estimate:
+    """The estimate, if it is one time for each thing asked, finite and at least 0; else raises UserError with the
+    first that is not. Holes and NaN of a cost model would otherwise turn up as plans."""
+    mean_s = estimate.mean_s
+    if mean_s.shape != (len(asked),):
+        raise UserError(f"a cost model answers {mean_s.shape} times for {len(asked)} rows; it must give one for each")
+    good = np.isfinite(mean_s) & (mean_s >= 0)
+    if not good.all():
+        row = int(np.flatnonzero(~good)[0])
+        thing = asked[row]
+        name = thing.target if isinstance(thing, Signature) else f"{thing.kind} of {thing.bytes} bytes"
+        raise UserError(
+            f"a cost model answers {mean_s[row]} s for {name} ({int((~good).sum())} of {len(asked)} rows are bad); "
+            "times are finite and at least 0: mend the model"
+        )
+    return estimate
 
 
 def unique(signatures: Sequence[Signature]) -> tuple[SignatureTable, Ints]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from simpart.cost import PROVENANCES, ComputeModel, Estimate, Signature, TensorForm, unique
+from simpart.cost import PROVENANCES, ComputeModel, Estimate, Signature, TensorForm, checked, unique
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.kernels import Mode
@@ -71,7 +71,7 @@ def price_ops(
     sizes = list(dict.fromkeys(micro_batches))
     per_size = [signatures_of(graph.at(b), b, mode) for b in sizes]
     table, rows = unique([signature for signatures in per_size for signature in signatures])
-    estimate = compute.estimate(table, device)
+    estimate = checked(compute.estimate(table, device), table.signatures)
     prices, start = {}, 0
     for b, signatures in zip(sizes, per_size, strict=True):
         prices[b] = _collect(graph.at(b), b, estimate, rows[start : start + len(signatures)])
@@ -144,7 +144,7 @@ def price_update(
     signatures = [update_signature(training, *shape) for shape in distinct]
     signatures += [accumulate_signature(training, *shape) for shape in distinct]
     table, rows = unique(signatures)
-    estimate = compute.estimate(table, device)
+    estimate = checked(compute.estimate(table, device), table.signatures)
     order = np.arange(len(distinct))
     update = sum_rows(estimate, rows[: len(distinct)], order, len(distinct))
     accumulate = sum_rows(estimate, rows[len(distinct) :], order, len(distinct))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from simpart.cost import Collective, CollectiveTable, CommModel
+from simpart.cost import Collective, CollectiveTable, CommModel, checked
 from simpart.hardware import Cluster, LinkLevel
 from simpart.ledger import Priced, priced_rows
 
@@ -59,7 +59,7 @@ class CommPrices:
         wanted = list(collectives)
         missing = [c for c in dict.fromkeys(wanted) if c not in self.known]
         if missing:
-            estimate = self.model.estimate(CollectiveTable(tuple(missing)), self.cluster)
+            estimate = checked(self.model.estimate(CollectiveTable(tuple(missing)), self.cluster), missing)
             self.known.update(zip(missing, priced_rows(estimate, self.cluster.name), strict=True))
         return [self.known[c] for c in wanted]
 
