@@ -17,15 +17,26 @@ from simpart.costmodels.table import Table, overhead_s, preferred
 from simpart.hardware import Cluster
 from simpart.hardware_profiles._store import Profiles, Store
 
+LEARNED_HERE = "learned.npz"
+"""Beside the profiles of a store: what `simpart fit` learned from them."""
+
 __all__ = [
     "COMM_MODELS", "COMPUTE_MODELS", "AlphaBeta", "Calibrated", "Fallback", "MeasuredLinks", "Roofline", "Table",
     "default_costs", "merge", "physical_bound_s",
 ]  # fmt: skip
 
 
-def _profiled(profiles: Profiles, processes: int | None = None, base: ComputeModel | None = None) -> Fallback:
+def _profiled(
+    profiles: Profiles, processes: int | None = None, base: ComputeModel | None = None, learned: Path | None = None
+) -> Fallback:
+    """What was measured, then what was `learned` from it (a file that simpart fit wrote), then its nearest like."""
     table, base = Table(profiles, processes), base or Roofline()
-    return Fallback((table, Calibrated(table, base)), base)
+    calibrated = Calibrated(table, base)
+    if learned is None or not learned.exists():
+        return Fallback((table, calibrated), base)
+    from simpart.costmodels.learned_local import Local, Unseen, load_local
+
+    return Fallback((table, Unseen(Local(load_local(learned), base), calibrated), calibrated), base)
 
 
 def _learned() -> ComputeModel:
@@ -61,11 +72,12 @@ benchmarks/loop.py and 10 % for its worst model (docs/accuracy-loop.md)."""
 
 def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles: bool = True) -> Costs:
     """Models learned from published kernels and collectives for GPUs, data sheets for the rest, and in front of them
-    what was measured on devices of this cluster, if anything was and `profiles`.
+    what was measured on devices of this cluster, if anything was and `profiles`, and what simpart fit learned from it.
 
     `store` is a folder, by default SIMPART_STORE or the user's data folder. Raises FormatError if its file is no store.
     """
-    found = Store.at(store).read() if profiles else Profiles()
+    place = Store.at(store)
+    found = place.read() if profiles else Profiles()
     devices = {device.name for device in cluster.kinds}
     kernels = sum(r.environment.device in devices for r in found.kernels)
     links = sum(r.environment.device in devices for r in found.links)
@@ -79,7 +91,7 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
     base = _learned() if learned else Roofline()
     network = _learned_links() if learned else AlphaBeta()
     return Costs(
-        compute=_profiled(found, cluster.size, base) if kernels else base,
+        compute=_profiled(found, cluster.size, base, place.folder / LEARNED_HERE) if kernels else base,
         communication=MeasuredLinks(found, network) if links else network,
         step_overhead_s=overhead("step"),
         action_overhead_s=overhead("action"),

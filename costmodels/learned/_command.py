@@ -95,6 +95,8 @@ def _files(sources: Sequence[str]) -> list[Path]:
             if not inside:
                 raise FormatError(f"{source} holds none of {', '.join(_FIT_FROM)} (.parquet); name files")
             found += inside
+        elif not source.exists():
+            raise FormatError(f"{source} is neither a file nor a folder; name tables, traces or profile stores")
         else:
             found.append(source)
     return found

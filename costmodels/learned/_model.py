@@ -161,7 +161,10 @@ class FamilyModel:
         return found
 
     def nearest_stacked(self, sheet: Sheet) -> str | None:
-        """The nearest trained device with stacked memory, for one that has it too."""
+        """The nearest trained device with stacked memory, for one that has it too; none where latencies hold what the
+        host takes, which no roofline scales."""
+        if FAMILY_MODELS[self.family].timed_by_host:
+            return None
         alike = [name for name, known in self.sheets.items() if stacked(known)]
         if not (stacked(sheet) and alike):
             return None

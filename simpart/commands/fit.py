@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,8 @@ _COMMUNICATION = "communication"
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], seed: int, as_json: bool) -> None:
     """Learn kernel times, and those of collectives, from measurements in SOURCES (files or folders); prints errors on
-    held-out devices. With -o the communication model is written beside it as JSON.
+    held-out devices. With -o the communication model is written beside it as JSON. A profile store (see simpart
+    profile) gets models of the devices it was measured on, for shapes that were not.
 
     \b
     Example: simpart fit data/ops -o models.npz
@@ -51,6 +53,9 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
             last = now
             print(f"{text}, {now - start:.0f} s", file=sys.stderr, flush=True)
 
+    if all(map(_is_store, sources)) and not only:
+        _fit_stores(sources, output, seed, as_json, progress, start)
+        return
     families: dict[str, Any] = {}
     files: dict[str, Any] = {}
     communication: Any = importlib.import_module("simpart.costmodels.learned_comm._command")
@@ -74,6 +79,45 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
             {"families": families, "files": files, "output": output, "timing": {"fit_s": time.monotonic() - start}}
         )
         return
+    _print_errors(families)
+    click.echo(f"fitted in {time.monotonic() - start:.0f} s")
+
+
+def _fit_stores(
+    sources: tuple[str, ...],
+    output: str | None,
+    seed: int,
+    as_json: bool,
+    progress: Callable[[str], None],
+    start: float,
+) -> None:
+    """Kernels that were profiled here: each store gets a file of its own beside its profiles."""
+    if output and len(sources) > 1:
+        raise UserError(f"one --output cannot hold what is learned from {len(sources)} stores; fit them one by one")
+    module: Any = importlib.import_module("simpart.costmodels.learned_local._fit")
+    families, files = {}, {}
+    for source in map(Path, sources):
+        folder = source if source.is_dir() else source.parent
+        found, read = module.fit_store(folder, Path(output) if output else None, seed, progress)
+        families.update({f"kernels of {name}": dict(item.facts) for name, item in found.items()})
+        files.update(read)
+    if as_json:
+        print_document(
+            {"families": families, "files": files, "output": output, "timing": {"fit_s": time.monotonic() - start}}
+        )
+        return
+    _print_errors(families)
+    click.echo(
+        f"fitted in {time.monotonic() - start:.0f} s; plan, simulate and search use it for kernels never measured"
+    )
+
+
+def _is_store(source: str) -> bool:
+    path = Path(source)
+    return (path / "profiles.jsonl").is_file() or (path.suffix == ".jsonl" and path.is_file())
+
+
+def _print_errors(families: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
@@ -84,7 +128,6 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
                 name, device, row.get("status", ""), str(row["rows"]), f"{row['mape']:.1%}", f"{row['bias']:+.1%}"
             )
     Console(highlight=False, soft_wrap=True).print(table)
-    click.echo(f"fitted in {time.monotonic() - start:.0f} s")
 
 
 def _may_hold_kernels(source: Path) -> bool:
