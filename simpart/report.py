@@ -55,6 +55,7 @@ table { border-collapse: collapse } td, th { text-align: left; padding: .15rem 1
 <h2>Where the time goes</h2>
 <table>{% for name, value in limits %}<tr><td>{{ name }}</td><td>{{ value }}</td></tr>{% endfor %}</table>
 <figure>{{ picture | safe }}</figure>
+{% if tiles %}<h2>Which device holds what</h2><figure>{{ tiles | safe }}</figure>{% endif %}
 <h2>The plan</h2><pre>{{ words }}</pre>
 </html>
 """
@@ -140,8 +141,9 @@ def _draw_memory(axes: Axes, result: SimResult, rows: int) -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def save_report(path: Path | str, result: SimResult, title: str, words: str) -> None:
-    """Write the page (`.html`), or the picture alone (`.png`, `.svg`, `.pdf`). `words` describes the plan."""
+def save_report(path: Path | str, result: SimResult, title: str, words: str, tiles: Figure | None = None) -> None:
+    """Write the page (`.html`), or the picture alone (`.png`, `.svg`, `.pdf`). `words` describes the plan, `tiles` (see
+    `simpart.tiling`) shows which device holds which part of its tensors."""
     path = Path(path)
     figure = picture(result, title if path.suffix != ".html" else "")
     buffer = io.BytesIO()
@@ -151,11 +153,7 @@ def save_report(path: Path | str, result: SimResult, title: str, words: str) -> 
         write_atomically(path, buffer.getvalue())
         return
     from jinja2 import Environment
-    from matplotlib import rc_context
 
-    with rc_context({"svg.hashsalt": "simpart"}):  # the same bytes for the same result
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    svg = buffer.getvalue().decode()
     low, high = result.interval_s
     rows = [
         ("step time", f"{human_seconds(result.step_s)} (90 %: {human_seconds(low)} … {human_seconds(high)})"),
@@ -167,6 +165,18 @@ def save_report(path: Path | str, result: SimResult, title: str, words: str) -> 
     limits = [(name, f"{share:.1%}") for name, share in result.limits.items() if share >= 0.0005]
     page = Environment(autoescape=True).from_string(PAGE)
     text = page.render(
-        title=title, why=result.why_infeasible, rows=rows, limits=limits, words=words, picture=svg[svg.index("<svg") :]
-    )
+        title=title, why=result.why_infeasible, rows=rows, limits=limits, words=words, picture=_svg(figure),
+        tiles=_svg(tiles) if tiles is not None else "",
+    )  # fmt: skip
     write_atomically(path, text)
+
+
+def _svg(figure: Figure) -> str:
+    """The same bytes for the same picture."""
+    from matplotlib import rc_context
+
+    buffer = io.BytesIO()
+    with rc_context({"svg.hashsalt": "simpart"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    text = buffer.getvalue().decode()
+    return text[text.index("<svg") :]

@@ -41,6 +41,7 @@ __all__ = ["simulate"]
 @grain_options()
 @click.option("--trace", type=PLACE, default=None, help="Perfetto trace to write.")
 @click.option("--report", type=PLACE, default=None, help="Page (.html) or picture (.png, .svg).")
+@click.option("--tiles", type=PLACE, default=None, help="Picture of tensors by device to write (.png, .svg).")
 @click.option("--timeline", is_flag=True, help="Print the timeline as text.")
 @stochastic_options()
 @coverage_options()
@@ -53,6 +54,7 @@ def simulate(
     engine: str,
     trace: Path | None,
     report: Path | None,
+    tiles: Path | None,
     timeline: bool,
     profile_next: int | None,
     fail_if_extrapolated: float | None,
@@ -82,8 +84,17 @@ def simulate(
     if report is not None:
         from simpart.report import save_report
 
-        words = describe(plan, problem.graph.at(max(plan.batch.sizes[0])), problem.cluster)
-        save_report(report, result, title, words)
+        graph = problem.graph.at(max(plan.batch.sizes[0]))
+        by_device = None
+        if plan.shardings and report.suffix == ".html":
+            from simpart.tiling import tiling
+
+            by_device = tiling(plan, graph)
+        save_report(report, result, title, describe(plan, graph, problem.cluster), by_device)
+    if tiles is not None:
+        from simpart.tiling import save_tiling
+
+        save_tiling(tiles, plan, problem.graph.at(max(plan.batch.sizes[0])), title)
     if as_json:
         more = coverage_documents(problem, plan, profile_next)
         if worlds is not None:
@@ -111,7 +122,7 @@ def refuse_options() -> None:
     context = click.get_current_context()
     mine = (
         "store", "no_profiles", "costs", "freeze_costs", "engine", "grain", "prefetch", "overlap", "trace", "report",
-        "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target", *STOCHASTIC,
+        "tiles", "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target", *STOCHASTIC,
     )  # fmt: skip
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
