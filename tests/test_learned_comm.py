@@ -284,3 +284,29 @@ def test_tables_of_collectives_are_found_by_their_columns(tmp_path: Path) -> Non
     table({"a100_sxm": 1.0}).to_csv(tmp_path / "collectives.csv", index=False)
     (tmp_path / "collectives_not.csv").write_text("a,b\n1,2\n")
     assert collectives_in([str(tmp_path)]) == [tmp_path / "collectives.csv"]
+
+
+def test_hardware_show_says_on_how_many_rows_links_were_validated() -> None:
+    from simpart.costmodels.learned_comm._validated import validated_rows
+    from tests.test_cli import document, simpart
+
+    found = document("hardware", "show", "dgx-v100")["validated"]
+    assert found["links"]["nvlink"] > 400 and found["links"]["infiniband"] == 0
+    assert "never validated" in simpart("hardware", "show", "dgx-v100").out
+    cluster = load_cluster("dgx-h100")
+    rows = {level.name: validated_rows(cluster, level) for level in cluster.levels}
+    assert rows["nvlink"] > rows["infiniband"] > 0
+
+
+def test_hardware_show_names_what_a_thin_data_sheet_makes_models_assume(tmp_path: Path) -> None:
+    from tests.test_cli import document
+
+    sheet = tmp_path / "new.yaml"
+    sheet.write_text(
+        "kind: device\nversion: 1\nname: NEW-1\ntype: gpu\nmemory: 100 GiB\nmemory_bandwidth: 4 TB/s\n"
+        "peak: {bfloat16: 1000 TFLOP/s, float32: 60 TFLOP/s}\nkernel_launch: 5 us\n"
+        "source: {memory: x, memory_bandwidth: x, peak: x, kernel_launch: x}\n"
+    )
+    found = document("hardware", "show", str(sheet))
+    assert found["validated"]["kernels"] == {}
+    assert "states no multiprocessors" in found["assumed"] and "wider by 21%" in found["assumed"]

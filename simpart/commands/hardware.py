@@ -133,20 +133,31 @@ def _either(name: str) -> Device | Cluster:
 def _print(found: Device | Cluster, as_json: bool) -> None:
     if isinstance(found, Device):
         if as_json:
-            print_document({"device": device_to_dict(found)})
+            rows = _validated_rows(found.name)
+            print_document(
+                {"device": device_to_dict(found), "validated": {"kernels": rows}, "assumed": _assumed(found)}
+            )
         else:
             _show(_device_table(found))
         return
+    module = importlib.import_module("simpart.costmodels.learned_comm._validated")
+    learned = any(device.kind == "gpu" for device in found.kinds)
+    validated = {level.name: module.validated_rows(found, level) if learned else 0 for level in found.levels}
     if as_json:
-        print_document({"cluster": found.to_dict(), "size": found.size})
+        kernels = {device.name: _validated_rows(device.name) for device in found.kinds}
+        print_document(
+            {"cluster": found.to_dict(), "size": found.size, "validated": {"kernels": kernels, "links": validated}}
+        )
         return
     click.echo(f"{found.name}: {_devices(found)}")
-    table = _table("link", "joins", "type", "bandwidth", "latency", "shared by", "source")
+    table = _table("link", "joins", "type", "bandwidth", "latency", "shared by", "link model", "source")
     for level in found.levels:
         where = f"{level.name} (in a host)" if level.inside_host else level.name
         sources = "; ".join(f"{key}: {text}" for key, text in level.sources)
         rate, latency = _rounded(level.bytes_per_s, "B/s"), _rounded(level.latency_s, "s")
-        table.add_row(where, str(level.size), level.kind, rate, latency, str(level.shared_by), sources)
+        rows = validated[level.name]
+        model = f"validated on {rows} rows" if rows else "never validated"
+        table.add_row(where, str(level.size), level.kind, rate, latency, str(level.shared_by), model, sources)
     _show(table)
     for device in found.kinds:
         _show(_device_table(device))
@@ -178,10 +189,17 @@ def _device_table(device: Device) -> Table:
     table.add_row(
         "kernel models", f"validated on {sum(trained.values())} rows" if trained else "never validated", words
     )
-    if device.kind == "gpu" and None in (device.multiprocessors, device.clock_hz, device.l2_bytes, device.power_w):
-        module = importlib.import_module("simpart.costmodels.learned._sheet")
-        table.add_row("", "", module.assumptions(device))
+    if assumed := _assumed(device):
+        table.add_row("", "", assumed)
     return table
+
+
+def _assumed(device: Device) -> str:
+    """What learned models take for numbers that the file of a device leaves out."""
+    if device.kind != "gpu" or None not in (device.multiprocessors, device.clock_hz, device.l2_bytes, device.power_w):
+        return ""
+    words: str = importlib.import_module("simpart.costmodels.learned._sheet").assumptions(device)
+    return words
 
 
 def _validated_rows(device: str) -> dict[str, int]:
