@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from simpart.cost import ComputeModel, Signature, unique
+from simpart.cost import ComputeModel, unique
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.kernels import Mode
+from simpart.local_prices import LocalPrices
 from simpart.memory import backward_places
 from simpart.pricing import Amount, sum_rows
 from simpart.sharding.flow import Flow
-from simpart.sharding.mesh import Use, local_signature
 from simpart.signatures import signatures_of
 from simpart.split_backward import weight_share
 
-__all__ = ["KernelPrices", "Places", "Run", "gradient_place", "price_each", "runs_of"]
+__all__ = ["KernelPrices", "Places", "Run", "gradient_place", "price_each", "price_parts", "runs_of"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
@@ -33,33 +33,20 @@ class KernelPrices:
     amount: Amount
 
 
-def price_each(
-    graph: Graph, micro_batch: int, compute: ComputeModel, device: Device, mode: Mode, flow: Flow | None
-) -> KernelPrices:
-    """Every kernel on one device, whole or its local part; equal signatures share a row."""
-    whole = signatures_of(graph, micro_batch, mode)
-    classes = graph.flat.kernel_class
-    if flow is None:
-        table, index = unique(whole)
-        row = index[classes]
-    else:
-        known: dict[tuple[int, int], int] = {}
-        signatures: list[Signature] = []
-        uses: dict[int, Use] = {}  # keeps them, so that ids are unique
-        row = np.full(classes.size, -1, dtype=np.int64)
-        class_list = classes.tolist()
-        for kernel, use in flow.uses.items():
-            key = (class_list[kernel], id(use))
-            if key not in known:
-                uses[id(use)] = use
-                known[key] = len(signatures)
-                signatures.append(local_signature(whole[key[0]], use))
-            row[kernel] = known[key]
-        table, index = unique(signatures)
-        row = np.where(row >= 0, index[np.maximum(row, 0)], -1)
+def price_each(graph: Graph, micro_batch: int, compute: ComputeModel, device: Device, mode: Mode) -> KernelPrices:
+    """Every kernel, whole, on one device; equal signatures share a row."""
+    table, index = unique(signatures_of(graph, micro_batch, mode))
     estimate = compute.estimate(table, device)
-    n = len(table.signatures)
-    return KernelPrices(row=row, amount=sum_rows(estimate, np.arange(n), np.arange(n), n))
+    each = np.arange(len(table.signatures))
+    return KernelPrices(row=index[graph.flat.kernel_class], amount=sum_rows(estimate, each, each, each.size))
+
+
+def price_parts(graph: Graph, flow: Flow, prices: LocalPrices, device: Device) -> KernelPrices:
+    """Every kernel of a flow: what one device runs of it."""
+    found = prices.of(graph, flow, device)
+    row = np.full(graph.flat.kernel_class.size, -1, dtype=np.int64)
+    row[found.kernels] = found.row
+    return KernelPrices(row=row, amount=found.amounts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -15,7 +14,7 @@ from simpart.fine._buckets import Bucket, buckets_of
 from simpart.fine._chain import COMPUTE, Chain, Item, chain_of
 from simpart.fine._classes import kernel_words
 from simpart.fine._events import Event, Steps, events_of, step_rows
-from simpart.fine._sequence import KernelPrices, Places, Run, gradient_place, price_each, runs_of
+from simpart.fine._sequence import KernelPrices, Places, Run, gradient_place, price_each, price_parts, runs_of
 from simpart.fine._settings import FineSettings
 from simpart.graph import Graph
 from simpart.layout import Variant, value_bytes
@@ -133,18 +132,19 @@ def stage_chains(
     return StageChains(actions=found, last=ending, copies_s=copies_s)
 
 
-_known: WeakKeyDictionary[Problem, dict[tuple[Any, ...], tuple[Flow | None, KernelPrices]]] = WeakKeyDictionary()
-"""Prices by graph, replica and flow (which stands beside them so that its id stays its own)."""
+_known: WeakKeyDictionary[Problem, dict[tuple[str, int, str], KernelPrices]] = WeakKeyDictionary()
+"""Prices of whole kernels by graph, micro-batch and device."""
 
 
 def _prices(lowering: Lowering, graph: Graph, variant: Variant, flow: Flow | None) -> KernelPrices:
+    if flow is not None:
+        return price_parts(graph, flow, lowering.actions.shares.prices, variant.device)
     problem = lowering.problem
     known = _known.setdefault(problem, {})
-    key = (graph.fingerprint, variant.micro_batch, variant.device.name, id(flow))
+    key = (graph.fingerprint, variant.micro_batch, variant.device.name)
     if key not in known:
-        compute, mode = problem.costs.compute, problem.mode
-        known[key] = (flow, price_each(graph, variant.micro_batch, compute, variant.device, mode, flow))
-    return known[key][1]
+        known[key] = price_each(graph, variant.micro_batch, problem.costs.compute, variant.device, problem.mode)
+    return known[key]
 
 
 def _parameters(graph: Graph, known: Graph, values: Ints) -> list[tuple[int, int]]:

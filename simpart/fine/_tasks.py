@@ -54,8 +54,10 @@ def expand(
     members = [np.flatnonzero(pattern_of == number) for number in range(len(patterns))]
     stream, kind, task_class, stage, micro_batch, group = (np.empty(size, dtype=INDEX) for _ in range(6))
     leaves = np.empty(rows, dtype=np.int64)
-    targets, sources = [], []
-    gathers, users = [], []
+    targets: list[Ints] = []
+    sources: list[Ints] = []
+    gathers: list[Ints] = []
+    users: list[Ints] = []
     for found, pattern in zip(members, patterns, strict=True):
         at = first[found][:, None]
         tasks = at + np.arange(pattern.size)
@@ -139,7 +141,8 @@ def _tails(
     base: Topology, rows: int, first: Ints, rank: Ints, group: Ints, stream: Ints, axes: int
 ) -> tuple[Ints, Ints]:
     """The first task of each group behind its actions waits for all that its streams have begun before."""
-    targets, sources = [], []
+    targets: list[Ints] = []
+    sources: list[Ints] = []
     ends = np.flatnonzero(base.kind[:rows] >= TaskKind.REDUCE)
     _, at = np.unique(base.resource[ends], return_index=True)
     for i in ends[at].tolist():
