@@ -374,3 +374,12 @@ def test_no_plan_beats_the_floor(gpt: Graph, cluster: str) -> None:
     assert 0 < result.floor_s <= min(e.evaluation.step_s for e in result.ranked)
     # One device and no recomputation: nothing but work, so the floor is nearly reached.
     assert cluster != "local:1" or (result.floor_gap is not None and result.floor_gap < 0.4)
+
+
+def test_the_searcher_in_the_documentation_runs(root: Path, tmp_path: Path) -> None:
+    text = (root / "docs" / "searching.md").read_text(encoding="utf-8")
+    blocks = [part.partition("```")[0] for part in text.split("```python\n")[1:]]
+    (tmp_path / "halves.py").write_text("\n".join(blocks))
+    answer = subprocess.run([sys.executable, "halves.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.startswith("micro-batch ") and "micro-batch × dp must divide" in answer.stdout
