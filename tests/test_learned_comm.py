@@ -19,6 +19,7 @@ from simpart.costmodels.learned_comm._evaluating import clean, judge_records
 from simpart.costmodels.learned_comm._fit import centres, fit_shared
 from simpart.costmodels.learned_comm._interconnects import interconnect_of
 from simpart.costmodels.learned_comm._model import train
+from simpart.costmodels.learned_comm._nccl_tests import read_log
 from simpart.costmodels.learned_comm._protocol import seconds
 from simpart.costmodels.learned_comm._records import Records, joined, read_records
 from simpart.costmodels.learned_comm._rules import judge, superseded
@@ -310,3 +311,56 @@ def test_hardware_show_names_what_a_thin_data_sheet_makes_models_assume(tmp_path
     found = document("hardware", "show", str(sheet))
     assert found["validated"]["kernels"] == {}
     assert "states no multiprocessors" in found["assumed"] and "wider by 21%" in found["assumed"]
+
+
+LOG = """# nThread 1 nGpus 1 minBytes 1048576 maxBytes 4194304 step: 2(factor) warmup iters: 5 iters: 20 agg iters: 1
+# Collective test starting: all_reduce_perf
+# Using devices
+#  Rank  0 Group  0 Pid 71 on   node-a device  0 [0x07] NVIDIA A100-SXM4-80GB
+#  Rank  1 Group  0 Pid 72 on   node-a device  1 [0x0f] NVIDIA A100-SXM4-80GB
+#                                                              out-of-place                       in-place
+#       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+#        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+     1048576        262144     float     sum      -1    35.10   29.87   29.87      0    34.90   30.05   30.05      0
+     2097152        524288     float     sum      -1    41.20   50.90   50.90      0    41.00   51.15   51.15      0
+     4194304       1048576     float     sum   52.33   80.15   80.15      0    52.00   80.66   80.66      0
+# Out of bounds values : 0 OK
+# Avg bus bandwidth    : 53.8
+"""
+
+
+def test_logs_of_nccl_tests_become_measurements(tmp_path: Path) -> None:
+    from tests.test_cli import document
+
+    log = tmp_path / "run.log"
+    log.write_text(LOG)
+    frame = read_log(log)
+    assert frame["op"].tolist() == ["all_reduce"] * 3 and frame["latency_us"].tolist() == [35.10, 41.20, 52.33]
+    records = read_records(frame)
+    assert set(records.reason) == {""} and set(records.device) == {"A100-SXM-80GB"}
+    found = document("evaluate", str(log))
+    assert (found["kind"], found["covered"]) == ("collectives", 3) and found["mape"] < 1.0
+    assert collectives_in([str(log)]) == [log]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("nothing of the kind\n", "no log of nccl-tests"),
+        (LOG.replace("all_reduce_perf", "some test"), "does not say which test"),
+        (LOG.replace("1 [0x0f] NVIDIA A100-SXM4-80GB", "1 [0x0f] NVIDIA L40S"), "one kind of device"),
+    ],
+)
+def test_other_logs_are_refused_in_one_line(text: str, says: str, tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(text)
+    with pytest.raises(FormatError, match=says):
+        read_log(log)
+
+
+def test_hosts_joined_by_an_unknown_network_are_counted_not_guessed(tmp_path: Path) -> None:
+    log = tmp_path / "run.log"
+    log.write_text(LOG.replace("72 on   node-a", "72 on   node-b"))
+    assert set(read_records(read_log(log)).reason) == {"network_not_stated"}
+    log.write_text("# interconnect: 8x200Gb/node\n" + log.read_text())
+    assert set(read_records(read_log(log)).reason) == {""}

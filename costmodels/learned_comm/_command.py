@@ -11,6 +11,7 @@ from simpart.costmodels.learned_comm._artifact import SHIPPED, save
 from simpart.costmodels.learned_comm._calibrate import fit as fit_records
 from simpart.costmodels.learned_comm._evaluating import clean
 from simpart.costmodels.learned_comm._model import Fitted
+from simpart.costmodels.learned_comm._nccl_tests import SUFFIXES, read_log
 from simpart.costmodels.learned_comm._records import is_collectives, joined, read_records
 from simpart.errors import UserError
 
@@ -20,10 +21,12 @@ _HEAD_BYTES = 4096
 
 
 def collectives_in(sources: Sequence[str]) -> list[Path]:
-    """Those of these files, or files named collectives.csv in these folders, that are tables of collectives."""
+    """Those of these files, or files named collectives.csv in these folders, that are tables of collectives, and logs
+    of nccl-tests among the files."""
     found = []
     for source in map(Path, sources):
         inside = sorted(source.glob("**/collectives*.csv")) if source.is_dir() else [source]
+        found += [path for path in inside if path.suffix in SUFFIXES and path.is_file()]
         found += [
             path for path in inside if path.suffix == ".csv" and path.is_file() and is_collectives(_columns(path))
         ]
@@ -41,7 +44,7 @@ def fit(paths: Sequence[Path], output: str | None, progress: Callable[[str], Non
     tables, files = [], {}
     for path in paths:
         progress(f"reading {path.name}")
-        records = read_records(read_frame(path), str(path))
+        records = read_records(read_log(path) if path.suffix in SUFFIXES else read_frame(path), str(path))
         cleaned, refused = clean(records)
         files[path.name] = {"rows": len(records), "left_out": refused}
         if len(cleaned):

@@ -47,7 +47,8 @@ def evaluate(
     figures: str | None,
     as_json: bool,
 ) -> None:
-    """How near predictions come to measurements of DATASET (CSV or Parquet): error, bias, rank, intervals, baselines.
+    """How near predictions come to measurements of DATASET (CSV, Parquet or a log of nccl-tests): error, bias, rank,
+    intervals, baselines.
 
     \b
     Example: simpart evaluate op_gemm_aic.parquet --split leave-one-device-out
@@ -92,6 +93,9 @@ def _read(path: Path) -> Any:
         import pandas as pd
     except ImportError as error:
         raise UserError("reading data sets needs pandas and pyarrow; install simpart[data]") from error
+    if path.suffix in (".log", ".txt"):
+        module: Any = importlib.import_module("simpart.costmodels.learned_comm._nccl_tests")
+        return module.read_log(path)
     try:
         frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, low_memory=False)
     except Exception as error:  # pandas and pyarrow raise a dozen kinds, none of them ours
