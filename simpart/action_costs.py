@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from simpart.alike import Alike
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.layout import Arrangement, Layout, Layouts, Variant, value_bytes
@@ -40,8 +41,12 @@ class ActionCosts:
     layouts: Layouts
     shares: StageShares
     communication: CommPrices
+    alike: Alike = field(init=False)
     known: dict[tuple[Any, ...], tuple[ClassCost, ...]] = field(default_factory=dict)
     parts: dict[tuple[Any, ...], _Parts] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.alike = Alike(self.layouts, self.shares)
 
     def of(self, plan: Plan, layout: Layout, arrangement: Arrangement, s: int, sharded: int) -> tuple[ClassCost, ...]:
         """Of F, B, I and W. `sharded` numbers how the plan splits kernels and state; -1 where it does not."""
@@ -104,7 +109,7 @@ class ActionCosts:
         found: dict[str, list[tuple[str, Priced, int]]] = {}
         if sharded < 0:
             return found
-        share = self.share(plan, layout, s, max(variants, key=lambda v: v.micro_batch))
+        share = self.alike.of(plan, layout, s, max(variants, key=lambda v: v.micro_batch))
         rows = [sent for sent in share.sent if not sent.per_step]
         again = [sent._replace(phase="B") for sent in share.sent_again]
         prices = self.communication.of([x.collective for x in rows + again])
@@ -122,7 +127,7 @@ class ActionCosts:
     def _parts(self, plan: Plan, layout: Layout, s: int, variant: Variant, sharded: int) -> _Parts:
         graph, ops, regions = self.layouts.stage(plan, layout, s, variant.micro_batch)
         if sharded >= 0:
-            share = self.share(plan, layout, s, variant)
+            share = self.alike.of(plan, layout, s, variant)
             again = [share.again] if share.again is not None else []
             return _Parts([share.forward], [share.inputs], [share.weights], again, [share.backward])
         key = (self.layouts.structure(plan, layout, s, variant.micro_batch), variant.micro_batch, variant.device.name)

@@ -15,12 +15,13 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
+from simpart.alike import Alike
 from simpart.engines.compiled import peaks
 from simpart.layout import Arrangement, Layout, Layouts, Variant, value_bytes
 from simpart.memory import ALLOCATOR_FACTOR, StageActivations, activations_of, update_transient_bytes
 from simpart.plan import Plan
 from simpart.program import MEMORY_KINDS, MemoryDeltas, TaskKind, Topology
-from simpart.sharded import StageShares, local_state
+from simpart.sharded import local_state
 
 __all__ = ["Footprints"]
 
@@ -44,7 +45,7 @@ class Footprints:
     """Memory of one problem's plans; stages with the same ops are analysed once."""
 
     layouts: Layouts
-    shares: StageShares
+    alike: Alike
     known: dict[tuple[Any, ...], StageActivations] = field(default_factory=dict)
     rows: dict[tuple[Any, ...], Floats] = field(default_factory=dict)
     groups: dict[tuple[Any, ...], Floats] = field(default_factory=dict)
@@ -172,20 +173,10 @@ class Footprints:
         return self.rows[key]
 
     def _activations(self, plan: Plan, layout: Layout, s: int, variant: Variant, sharded: int) -> StageActivations:
+        if sharded >= 0:
+            return self.alike.of(plan, layout, s, variant).activations
         b = variant.micro_batch
         graph, ops, regions = self.layouts.stage(plan, layout, s, b)
-        if sharded >= 0:
-            share = self.shares.of(plan, graph, s, b, variant.device, regions)
-            found = activations_of(graph, ops, b, regions, share.value_bytes)
-            kept, largest = 0 if regions else share.kept_bytes, share.largest_bytes
-            return StageActivations(
-                stash=found.stash + kept,
-                kept=found.kept + kept,
-                forward_transient=found.forward_transient + largest,
-                backward_transient=found.backward_transient + largest,
-                input_transient=found.input_transient + largest,
-                weight_transient=found.weight_transient + largest,
-            )
         key = (self.layouts.structure(plan, layout, s, b), b)
         if key not in self.known:
             self.known[key] = activations_of(graph, ops, b, regions)

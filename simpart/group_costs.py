@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from simpart.action_costs import ActionCosts
+from simpart.alike import Totals
 from simpart.cost import Collective
 from simpart.flows import LinkUse, ring_use, transfer_use
 from simpart.graph import Graph
@@ -19,7 +20,7 @@ from simpart.layout import Arrangement, Layout, Replicas
 from simpart.ledger import ClassCost, class_cost, moving
 from simpart.plan import Plan
 from simpart.pricing import Amount
-from simpart.sharded import StageShare, bucketed, kernel_value, local_parts
+from simpart.sharded import bucketed, local_parts
 from simpart.topology import Reduction
 from simpart.transfers import Load, Message, busiest, loads, messages, sharing
 
@@ -58,7 +59,7 @@ class GroupCosts:
 
     # --- between stages -----------------------------------------------------------------------------------------------
     def transfers(
-        self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[StageShare] | None
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[Totals] | None
     ) -> list[ClassCost]:
         """There and back of every edge. Where groups split kernels, every device of a replica sends its part to its
         counterpart (of a smaller group: in turn)."""
@@ -67,7 +68,10 @@ class GroupCosts:
         for e, edge in enumerate(layout.edges):
             source, target = plan.stages[edge.source].group, plan.stages[edge.target].group
             values = [v for v, _ in layout.loads[e]]
-            parts = {} if shares is None or source == target else _boundary_parts(layout, shares[edge.source], values)
+            parts = {}
+            if shares is not None and source != target:
+                largest = max(variant.micro_batch for variant in arrangement.variants[source])
+                parts = self._parts(plan, layout, edge.source, values, largest)
             here, there = arrangement.ends[source], arrangement.ends[target]
             for back in (False, True):
                 if source == target or (back and not edge.backward):
@@ -93,9 +97,8 @@ class GroupCosts:
         for load, edge in zip(layout.loads, layout.edges, strict=True):
             parts = {}
             if costed.sharded >= 0:
-                variant = arrangement.variants[plan.stages[edge.source].group][0]
-                share = self.actions.share(plan, layout, edge.source, variant)
-                parts = _boundary_parts(layout, share, [v for v, _ in load])
+                size = arrangement.variants[plan.stages[edge.source].group][0].micro_batch
+                parts = self._parts(plan, layout, edge.source, [v for v, _ in load], size)
             ends = [arrangement.ends[plan.stages[s].group] for s in (edge.source, edge.target)]
             for back in (False, True):
                 moved = [v for v, gradient in load if gradient or not back]
@@ -110,6 +113,10 @@ class GroupCosts:
                     if groups == reduction.groups and reduction.axis == "tied"]  # fmt: skip
             found.append(ring_use(cluster, ranks, sum(tied) if tied else size) if cost.seconds > 0 else {})
         return found + [{}] * (len(costed.costs) - len(found))
+
+    def _parts(self, plan: Plan, layout: Layout, s: int, values: Sequence[int], micro_batch: int) -> dict[int, float]:
+        """Part of each value that one device of the sending stage holds."""
+        return {value: self.actions.alike.part(plan, layout, s, value, micro_batch) for value in values}
 
     def _place(self, arrangement: Arrangement, source: int, target: int) -> int:
         """Equal for pairs of groups that lie alike in the cluster: moved by whole blocks of an inner level of links,
@@ -128,7 +135,7 @@ class GroupCosts:
     # --- once per step ------------------------------------------------------------------------------------------------
     def reductions(
         self, plan: Plan, layout: Layout, arrangement: Arrangement, reductions: Sequence[Reduction],
-        shares: Sequence[StageShare] | None, sharded: int,
+        shares: Sequence[Totals] | None, sharded: int,
     ) -> list[ClassCost]:  # fmt: skip
         """All at the same time, so that those on one link share it."""
         training, cluster = self.actions.layouts.problem.training, self.actions.layouts.problem.cluster
@@ -161,7 +168,7 @@ class GroupCosts:
         return class_cost(source, (), [(row, float(times)) for row, (_, times) in zip(rows, calls, strict=True)])
 
     def updates(
-        self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[StageShare] | None, sharded: int
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[Totals] | None, sharded: int
     ) -> list[ClassCost]:
         """Optimizer updates of each group; zeroing gradient buffers that are reduced (one pass), clipping (three: read,
         read and write); bringing updated parameters back to where they rest."""
@@ -179,7 +186,7 @@ class GroupCosts:
 
     def _update(
         self, plan: Plan, layout: Layout, arrangement: Arrangement, g: int, passes: int,
-        shares: Sequence[StageShare] | None,
+        shares: Sequence[Totals] | None,
     ) -> ClassCost:  # fmt: skip
         problem, group = self.actions.layouts.problem, plan.groups[g]
         slowest: tuple[float, Amount, Device] | None = None
@@ -234,16 +241,6 @@ def _counterparts(here: Replicas, there: Replicas) -> list[Message]:
     for k in range(width):
         (ours, mine), (theirs, yours) = here, there
         found += messages(ours, tuple(d[k % len(d)] for d in mine), theirs, tuple(d[k % len(d)] for d in yours))
-    return found
-
-
-def _boundary_parts(layout: Layout, share: StageShare, values: list[int]) -> dict[int, float]:
-    """Part of each value that one device of the sending stage holds."""
-    found = {}
-    for value in values:
-        at = kernel_value(layout.graph, value)
-        whole = layout.graph.flat.kernel_value_spec[at].bytes(share.flow.micro_batch)
-        found[value] = float(share.value_bytes[at]) / max(1, whole)
     return found
 
 

@@ -91,7 +91,9 @@ class Lowering:
         if is_sharded(plan):
             sharded = self.layouts.numbers.of((plan.shardings, plan.state))
             largest = [max(variants, key=lambda v: v.micro_batch) for variants in arrangement.variants]
-            shares = [self.actions.share(plan, layout, s, largest[stage.group]) for s, stage in enumerate(plan.stages)]
+            shares = [
+                self.actions.alike.of(plan, layout, s, largest[stage.group]) for s, stage in enumerate(plan.stages)
+            ]
         for device in dict.fromkeys(v.device for group in arrangement.variants for v in group):
             sizes = {v.micro_batch for group in arrangement.variants for v in group if v.device == device}
             self.problem.prices(sorted(sizes), device)
@@ -210,7 +212,7 @@ def lowering_of(problem: Problem) -> Lowering:
     if problem not in _kept:
         layouts, shares = Layouts(problem), StageShares(problem)
         actions = ActionCosts(layouts, shares, CommPrices(problem.costs.communication, problem.cluster))
-        _kept[problem] = Lowering(problem, layouts, Footprints(layouts, shares), actions, GroupCosts(actions))
+        _kept[problem] = Lowering(problem, layouts, Footprints(layouts, actions.alike), actions, GroupCosts(actions))
     return _kept[problem]
 
 
