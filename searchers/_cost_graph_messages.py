@@ -51,7 +51,7 @@ class Messages:
             raised = cost + (0.0 if extra is None else sum(float(e[x]) for e, x in zip(extra, choice, strict=True)))
             if raised < best_cost or turn == 0:
                 best, best_cost = choice, raised
-            if stood > 2 or best_cost - bound <= gap * abs(best_cost):
+            if stood > 2 or (math.isfinite(best_cost) and best_cost - bound <= gap * abs(best_cost)):
                 break
             if deadline is not None and time.monotonic() > deadline:
                 break

@@ -47,7 +47,8 @@ def price_rows(
     finite = [c[np.isfinite(c)] for c in graph.unary]
     finite += [t[np.isfinite(t)] for _, _, t in graph.edges]
     saving = sum(float(np.ptp(part)) for part in finite if part.size)  # the most that any choice can save
-    box = 1e4 * (saving or 1.0)  # for rows that are missed by a ten-thousandth of their unit
+    widest = 1e4 * (saving or 1.0)  # for rows that are missed by a ten-thousandth of their unit
+    box = 0.0
     for _ in range(rounds):
         extra = _extra(graph, prices / units)
         if sweeps is None:
@@ -62,7 +63,10 @@ def price_rows(
             bound, best_prices = value, prices
         used = np.array([sum(float(w[choice[v]]) for v, w in row.weights) for row in graph.rows])
         excess = (used - limits) / units
-        cuts.append((price(graph, choice), excess))
+        if math.isfinite(cost := price(graph, choice)):
+            cuts.append((cost, excess))
+        elif sweeps is not None and not cuts:
+            break  # message passing met no choice without forbidden pairs
         if rows_hold(graph, choice):
             choice = improve(graph, choice)
             if (cost := price(graph, choice)) < best_cost:
@@ -74,7 +78,13 @@ def price_rows(
             break
         if deadline is not None and time.monotonic() > deadline:
             break
-        prices, promised = _master(cuts, box)
+        box = box or min(widest, abs(cuts[0][0]) or widest)
+        while True:  # the box grows while the best prices lie on its edge: large ones are far from what is sought
+            prices, promised = _master(cuts, box)
+            inside = bool((prices < 0.999 * box).all()) or box >= widest
+            if promised > bound + 1e-9 * max(abs(bound), abs(promised)) or inside:
+                break
+            box = min(8 * box, widest)
         if promised <= bound + 1e-9 * max(abs(bound), abs(promised)):
             break
     if sweeps is not None:
