@@ -31,7 +31,7 @@ ROUNDING = 1e-13
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
     """A sequence of steps: per step the assignment of every group; `deltas` are their weighted costs. `bound` is a
-    lower bound of the total over all sequences, `method` says what gave the total."""
+    lower bound of the total over all sequences, `method` says what gave the total; `taste` see `Rules.unnested`."""
 
     factors: tuple[int, ...]
     steps: tuple[tuple[Assignment, ...], ...]
@@ -39,6 +39,7 @@ class Found:
     bound: float
     method: str
     states: int = 1
+    taste: float = 0.0
 
     @property
     def total(self) -> float:
@@ -85,7 +86,7 @@ def recursion(
     best = min(beams.values(), key=lambda found: found.rank)
     return Found(
         factors=steps.factors, steps=best.taken, deltas=best.deltas, bound=min(first, sum(best.deltas)),
-        method="recursion", states=seen,
+        method="recursion", states=seen, taste=best.taste,
     )  # fmt: skip
 
 
@@ -98,9 +99,8 @@ class _Beam:
     taste: float = 0.0
 
     @property
-    def rank(self) -> tuple[float, float]:
-        total = sum(self.deltas)
-        return float(f"{total:.12g}"), self.taste
+    def rank(self) -> float:
+        return sum(self.deltas) + self.taste
 
 
 def _choices(steps: Steps, step: Step, several: bool, most: int, slack: float) -> list[tuple[int, ...]]:
@@ -185,11 +185,16 @@ def joint(
             edges.append((a, b, np.asarray(table)))
     costs = tuple(np.array([unary(g, path) for path in paths]) for g, paths in enumerate(options))
     better = [np.array([taste(g, path) for path in paths]) for g, paths in enumerate(options)]
-    graph = CostGraph(unary=tuple(c + t for c, t in zip(costs, better, strict=True)), edges=tuple(edges))
+    plain = CostGraph(unary=costs, edges=tuple(edges))
     level: Level = "exact" if seconds is None else "quick"
-    solution = minimise(graph, seconds=seconds, relative_gap=relative_gap, level=level)
+    solution = minimise(plain, seconds=seconds, relative_gap=relative_gap, level=level)
     if solution.choice is None:
         return None
+    bound = solution.bound
+    if any(t.any() for t in better):
+        tasted = CostGraph(unary=tuple(c + t for c, t in zip(costs, better, strict=True)), edges=tuple(edges))
+        other = minimise(tasted, seconds=seconds, relative_gap=relative_gap, level=level)
+        solution = solution if other.choice is None else other
     chosen = [options[g][int(x)] for g, x in enumerate(solution.choice)]
     domains = [[steps.domain(g, path.states[i], i) for g, path in enumerate(chosen)] for i in levels]
     picked = [[path.assignments[i] for path in chosen] for i in levels]
@@ -205,7 +210,8 @@ def joint(
             for row, at in zip(domains, picked, strict=True)
         ),
         deltas=(solution.cost,) if by_device else deltas,
-        bound=solution.bound - sum(float(t.max()) for t in better),
+        bound=bound,
+        taste=sum(taste(g, path) for g, path in enumerate(chosen)),
         method=f"joint ({solution.method})",
     )
 

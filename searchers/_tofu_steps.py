@@ -28,15 +28,14 @@ Wish = tuple[bool, int, Shard]
 Weigh = Callable[[int, Placement, Placement, float], float]
 """(number of the step, how it lies, how it is needed, bytes received in one group) to cost."""
 R = Replicate()
-TASTE = 1e-8
 MOST_STRIDED = 3
 """Strided cuts that are tried for one value."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Domain:
-    """The assignments of a group in one state, and the state each leads to. `unary` are costs, `taste` says what is
-    better among equals, so small that it decides nothing else."""
+    """The assignments of a group in one state, and the state each leads to. `unary` are costs, `taste` says what runs
+    better than costs tell; it decides, and is counted nowhere."""
 
     group: int
     state: int
@@ -371,7 +370,7 @@ class Steps:
         return costs
 
     def _taste(self, group: int, content: Sequence[object], assignments: Sequence[Assignment]) -> Floats:
-        """A hundred-millionth of the bytes of values that are cut once more along a dim."""
+        """Part of the bytes of values that are cut once more along a dim."""
         work, costs = self.work, np.zeros(len(assignments))
         for x, node in enumerate(self.work.groups[group] if self.rules.unnested else ()):
             region = content[x]
@@ -381,7 +380,7 @@ class Steps:
                 for row, assignment in enumerate(assignments):
                     place = assignment[x]
                     if isinstance(place, Shard) and region.shape[place.dim] < value.shape[place.dim]:
-                        costs[row] += TASTE * self.cost(0, Shard(0), R, size)
+                        costs[row] += self.rules.unnested * self.cost(0, Shard(0), R, size)
         return costs
 
     def link_cost(

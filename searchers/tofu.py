@@ -90,7 +90,7 @@ def partition(
             better = joint(steps, most=MOST_JOINT, seconds=joint_s, relative_gap=1e-3)
             if better is not None:
                 bound = max(bound, better.bound)
-                found = better if better.total < found.total * (1 - 1e-9) else found
+                found = better if better.total + better.taste < found.total + found.taste else found
         if weigh is None:
             bound = max(bound, lone_bound(steps))
     work = coarse.work
