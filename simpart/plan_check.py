@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
+
+import numpy as np
 
 from simpart.errors import UnknownNameError, UserError
 from simpart.graph import Graph
-from simpart.placement import Halo, Partial, Placement, Shard, Sharding, Strategy
+from simpart.placement import Halo, Partial, Placement, Shard, Sharding, StatePlacement, Strategy
 from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan, kernel_ids
 from simpart.sizes import Size, TensorSpec, size_at
 
@@ -15,6 +18,8 @@ if TYPE_CHECKING:
     from simpart.partition import Partition
 
 __all__ = ["check_shardings", "check_state"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 
 
 def check_shardings(plan: Plan, graph: Graph) -> None:
@@ -73,34 +78,53 @@ def _check_strategy(
                 _check_placement(f"kernel {kernel}, {what[:-1]} {i}", place, spec, batches)
 
 
+_sound: WeakKeyDictionary[Graph, dict[tuple[tuple[str, StatePlacement], ...], Ints]] = WeakKeyDictionary()
+
+
 def check_state(plan: Plan, graph: Graph, found: Partition) -> None:
     """Refuse state at rest of unknown parameters, on axes that their stages' groups lack, or that doesn't fit them."""
-    _once("state of", [pattern for pattern, _ in plan.state])
-    unmatched = [pattern for pattern, _ in plan.state]
+    known = _sound.setdefault(graph, {})
+    if plan.state not in known:
+        known[plan.state] = _check_places(plan, graph)
+    pattern_of = known[plan.state]
+    for stage, values in zip(plan.stages, found.parameters, strict=True):
+        axes, where = plan.groups[stage.group].axes, f"group {stage.group}"
+        for number, first in zip(*np.unique(pattern_of[values], return_index=True), strict=True):
+            if number >= 0:
+                name, rest = graph.parameters[int(values[first])].name, plan.state[number][1]
+                for what, places in _places(name, rest):
+                    _check_axes(what, places, axes, where)
+
+
+def _places(name: str, rest: StatePlacement) -> Iterator[tuple[str, tuple[tuple[str, Placement], ...]]]:
+    yield f"parameter {name}", rest.parameter
+    yield f"gradient of {name}", rest.gradient
+    yield f"optimizer state of {name}", rest.optimizer
+
+
+def _check_places(plan: Plan, graph: Graph) -> Ints:
+    """What holds whatever the stages; returns which pattern each parameter matches, by its value number; -1: none."""
+    patterns = [pattern for pattern, _ in plan.state]
+    _once("state of", patterns)
+    pattern_of = np.full(len(graph.flat.value_op), -1, dtype=np.int64)
     for value, source in graph.parameters.items():
         pattern, rest = plan.state_of(source)
         if pattern is None:
             continue
-        if pattern in unmatched:
-            unmatched.remove(pattern)
-        holders = [stage for stage, values in zip(plan.stages, found.parameters, strict=True) if value in values]
-        for name, places in (
-            (f"parameter {source.name}", rest.parameter),
-            (f"gradient of {source.name}", rest.gradient),
-            (f"optimizer state of {source.name}", rest.optimizer),
-        ):
-            for stage in holders:
-                _check_axes(name, places, plan.groups[stage.group].axes, f"group {stage.group}")
+        pattern_of[value] = patterns.index(pattern)
+        for name, places in _places(source.name, rest):
             for _, place in places:
                 _check_placement(name, place, source.spec)
                 if isinstance(place, Partial) and places is not rest.gradient:
                     raise UserError(f"{name} rests whole or in shards, got {place}; write R or S(0)")
+    unmatched = [pattern for i, pattern in enumerate(patterns) if not (pattern_of == i).any()]
     if unmatched:
-        known = ", ".join([source.name for source in graph.parameters.values()][:8])
+        names = ", ".join([source.name for source in graph.parameters.values()][:8])
         raise UserError(
             f"state of {unmatched[0]!r} matches no parameter that an earlier pattern leaves; "
-            f"the graph's begin with {known}"
+            f"the graph's begin with {names}"
         )
+    return pattern_of
 
 
 def _check_axes(what: str, places: Iterable[tuple[str, object]], axes: Sequence[tuple[str, int]], where: str) -> None:

@@ -210,7 +210,7 @@ class StageShares:
     prices: LocalPrices = field(init=False)
     numbers: Interner = field(default_factory=Interner)
     known: dict[tuple[Any, ...], StageShare] = field(default_factory=dict)
-    flows: dict[tuple[Any, ...], tuple[Flow, ...]] = field(default_factory=dict)
+    flows: dict[tuple[Any, ...], Flow] = field(default_factory=dict)
     sizes: dict[int, tuple[Flow, Ints]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -228,13 +228,13 @@ class StageShares:
         if key not in self.known:
             # Regions that are run again change what a stage costs, not how its values lie.
             bare = tuple((plan.groups[x.group].axes, x.ops, x.sharding) for x in plan.stages)
-            flows_key = (graph.fingerprint, number(bare), *split, micro_batch)
-            if flows_key not in self.flows:
+            flow_key = (graph.fingerprint, number(bare), *split, micro_batch, s)
+            if flow_key not in self.flows:
                 if len(self.flows) >= KEPT_FLOWS:
                     self.flows.clear()
                     self.sizes.clear()
-                self.flows[flows_key] = flows(plan, graph, [micro_batch] * len(plan.stages))
-            self.known[key] = self._share(self.flows[flows_key][s], group, device, graph, regions)
+                (self.flows[flow_key],) = flows(plan, graph, [micro_batch] * len(plan.stages), [s])
+            self.known[key] = self._share(self.flows[flow_key], group, device, graph, regions)
         return self.known[key]
 
     def _share(
@@ -261,8 +261,8 @@ class StageShares:
         )  # fmt: skip
 
 
-KEPT_FLOWS = 256
-"""Flows of whole plans kept at once; a deep model's takes about a megabyte."""
+KEPT_FLOWS = 1024
+"""Flows of stages kept at once; that of a hundred layers takes some megabytes."""
 
 
 def _only(found: Flow, inside: npt.NDArray[np.bool_]) -> Flow:

@@ -8,9 +8,11 @@ way its inputs lie, so that a deep model costs little more than a shallow one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
+
+import numpy as np
 
 from simpart.conversions import Step, conversions
 from simpart.errors import UnsupportedError
@@ -131,8 +133,11 @@ def flow(
     return _follow(graph, stages, None)[0]
 
 
-def flows(plan: Plan, graph: Graph, micro_batches: Sequence[int] | None = None) -> tuple[Flow, ...]:
-    """The flow of every stage, each at a replica's micro-batch (not given: the largest of its group).
+def flows(
+    plan: Plan, graph: Graph, micro_batches: Sequence[int] | None = None, only: Collection[int] | None = None
+) -> tuple[Flow, ...]:
+    """The flow of every stage, or `only` of these in rising order, each at a replica's micro-batch (not given: the
+    largest of its group).
 
     A value comes to a later stage as its maker left it, on axes of the same name and size; on others it comes whole.
     Nothing crosses as partial: it is reduced first.
@@ -143,7 +148,7 @@ def flows(plan: Plan, graph: Graph, micro_batches: Sequence[int] | None = None) 
         size = max(plan.batch.sizes[stage.group]) if micro_batches is None else micro_batches[s]
         sharding = shardings[stage.sharding] if stage.sharding is not None else Sharding()
         stages.append(_Stage(graph, sharding, mesh_of(plan.groups[stage.group].axes), size, plan.state))
-    return _follow(graph, stages, [ops.tolist() for ops in partition_of(graph, plan).ops])
+    return _follow(graph, stages, [ops.tolist() for ops in partition_of(graph, plan).ops], only)
 
 
 # --- one stage -------------------------------------------------------------------------------------------------------
@@ -287,6 +292,14 @@ class _Stage:
             conversions=tuple(found), exchanges=tuple(exchanges),
         )  # fmt: skip
 
+    def made(self, value: int) -> Layout:
+        """How a value of this stage rests, by its maker's strategy alone."""
+        flat = self.graph.flat
+        kernel = int(flat.kernel_value_kernel[value])
+        cls = int(flat.kernel_class[kernel])
+        strategy = self.overrides.get(kernel) or self.classes.get(cls, NONE)
+        return use_of(self.calls[cls], strategy, self.axes).outputs[value - int(flat.kernel_outputs[kernel])]
+
     def producer(self, value: int) -> str:
         """Who made a value, in words."""
         maker = int(self.graph.flat.kernel_value_kernel[value])
@@ -305,12 +318,28 @@ class _Stage:
 
 
 # --- all stages ------------------------------------------------------------------------------------------------------
-def _follow(graph: Graph, stages: list[_Stage], ops: list[list[int]] | None) -> tuple[Flow, ...]:
+def _follow(
+    graph: Graph, stages: list[_Stage], ops: list[list[int]] | None, only: Collection[int] | None = None
+) -> tuple[Flow, ...]:
+    """Values rest as the strategies of their makers leave them, so that a stage can be followed without those that
+    send to it; those that read from it are looked at, for what must be reduced before it leaves."""
     wiring = wiring_of(graph)
-    home: dict[int, int] = {}  # stage of each value, clones aside: the first that makes it
+    followed = frozenset(range(len(stages)) if only is None else only)
+    home = _homes(graph, ops) if ops is not None else []
+    member = [frozenset(held) for held in ops] if ops is not None else []
+    maker_op = graph.flat.kernel_op
     for phase, call, s, kernels in _regions(graph, wiring, ops):
         stage = stages[s]
         region = wiring.region(wiring.calls[call], kernels)
+        if s not in followed:
+            for ref in region.outside:
+                value = wiring.value(call, ref)
+                source = home[value]
+                if source in followed and source != s:
+                    kernel = int(graph.flat.kernel_value_kernel[value])
+                    if int(maker_op[kernel]) not in member[s]:
+                        _arrive(stages[source], stage, value, followed=True)
+            continue
         inputs = []
         for ref in region.outside:
             value = wiring.value(call, ref)
@@ -318,23 +347,33 @@ def _follow(graph: Graph, stages: list[_Stage], ops: list[list[int]] | None) -> 
             if layout is None:
                 layout = stage.state.layout_of(value)
                 if layout is None:
-                    layout = _arrive(stages[home[value]], stage, value)
+                    layout = _arrive(stages[home[value]], stage, value, followed=home[value] in followed)
                 stage.layouts[value] = layout
             inputs.append(layout)
         stage.run(call, region, phase, tuple(inputs))
-        if len(stages) > 1:
-            base = wiring.offsets[call]
-            for _, _, first, count in region.kernels:
-                for n in range(count):
-                    home.setdefault(base + first + n, s)
-    return tuple(stage.finished() for stage in stages)
+    return tuple(stages[s].finished() for s in sorted(followed))
 
 
-def _arrive(source: _Stage, target: _Stage, value: int) -> Layout:
+def _homes(graph: Graph, ops: list[list[int]]) -> list[int]:
+    """Stage of each kernel-level value, clones aside: the first that makes it; -1 for sources."""
+    flat = graph.flat
+    first, last = (np.full(len(flat.op_class), -1, dtype=np.int64) for _ in range(2))
+    for s in range(len(ops) - 1, -1, -1):
+        first[ops[s]] = s
+    for s, held in enumerate(ops):
+        last[held] = s
+    maker = flat.kernel_value_kernel
+    op = flat.kernel_op[np.maximum(maker, 0)]
+    stage = np.where(flat.kernel_forward[np.maximum(maker, 0)], first[op], last[op])
+    found: list[int] = np.where(maker >= 0, stage, -1).tolist()
+    return found
+
+
+def _arrive(source: _Stage, target: _Stage, value: int, followed: bool) -> Layout:
     """How a value lies on the axes of the stage that it comes to; a partial one is reduced before it leaves."""
-    left = source.layouts[value]
+    left = source.layouts[value] if followed else source.made(value)
     sent = tuple(Replicate() if isinstance(p, Partial) else p for p in left)
-    if sent != left and (value, sent) not in source.seen:
+    if followed and sent != left and (value, sent) not in source.seen:
         source.seen.add((value, sent))
         kernel = int(source.graph.flat.kernel_value_kernel[value])
         phase: Phase = "F" if source.graph.flat.kernel_forward[kernel] else "B"
