@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from simpart.conversions import collective_of
 from simpart.cost import Collective
 from simpart.fine._sequence import Places
+from simpart.graph import Graph
 from simpart.hardware import Cluster
 from simpart.plan import DeviceGroup
 from simpart.sharding.flow import Conversion, Flow
@@ -32,7 +33,7 @@ class Steps(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Event:
     """Collectives before the kernel at `place` of a phase. The next kernel waits for them (`kernel`); or they gather
-    the parameters of a layer (a call of the graph) ahead of its first kernel that reads one (`unit`); or only the end
+    the parameters of a layer ahead of its first kernel that reads one (`unit`); or only the end
     of the step waits (`none`: what brings a layer's gradients to where they accumulate). `what` is sent, in a word."""
 
     place: float
@@ -59,6 +60,21 @@ class _Axes:
         return tuple(found)
 
 
+class _Units:
+    """What is gathered together, by kernel: a call of a template that repeats (a layer), elsewhere a module."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.times = Counter(call.template for call in graph.calls)
+
+    def __call__(self, kernel: int) -> tuple[int, str]:
+        flat = self.graph.flat
+        op = int(flat.kernel_op[kernel])
+        call = int(flat.op_call[op])
+        repeats = self.times[self.graph.calls[call].template] > 1
+        return call, "" if repeats else self.graph.op_classes[int(flat.op_class[op])].path
+
+
 def step_rows(flow: Flow, group: DeviceGroup, cluster: Cluster) -> list[tuple[int, tuple[Steps, ...]]]:
     """(gradient value, what brings it to its optimizer) of the gradients that are reduced once per step."""
     axes, found = _Axes(group, cluster, flow), []
@@ -70,20 +86,16 @@ def step_rows(flow: Flow, group: DeviceGroup, cluster: Cluster) -> list[tuple[in
 
 def events_of(flow: Flow, group: DeviceGroup, cluster: Cluster, places: Places) -> dict[Part, list[Event]]:
     """Of F, I and W, in no order; B has those of both its parts. What is run again in backward sends again."""
-    axes, flat = _Axes(group, cluster, flow), places.graph.flat
-
-    def call_of(kernel: int) -> int:
-        return int(flat.op_call[flat.kernel_op[kernel]])
-
+    axes, flat, unit_of = _Axes(group, cluster, flow), places.graph.flat, _Units(places.graph)
     found: dict[Part, list[Event]] = {"F": [], "I": [], "W": []}
-    units: dict[tuple[Part, int], list[tuple[float, tuple[Steps, ...]]]] = defaultdict(list)
+    units: dict[tuple[Part, tuple[int, str]], list[tuple[float, tuple[Steps, ...]]]] = defaultdict(list)
     for conversion in flow.conversions:
         steps = () if conversion.per_step else axes.steps(conversion)
         if not steps:
             continue
         if conversion.role == "gradient":
             for kernel in flat.kernel_value_kernel[list(conversion.values)].tolist():
-                units["W", call_of(kernel)].append((float(places.backward[kernel]) + 0.5, steps))
+                units["W", unit_of(kernel)].append((float(places.backward[kernel]) + 0.5, steps))
             continue
         for kernel in conversion.kernels:
             if kernel < 0:
@@ -96,7 +108,7 @@ def events_of(flow: Flow, group: DeviceGroup, cluster: Cluster, places: Places) 
                 if place < 0:
                     continue
                 if conversion.role == "parameter":
-                    units[part, call_of(kernel)].append((float(place), steps))
+                    units[part, unit_of(kernel)].append((float(place), steps))
                 else:
                     found[part].append(Event(float(place), "kernel", steps))
     for exchange in flow.exchanges:
