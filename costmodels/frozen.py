@@ -69,8 +69,8 @@ class Answers(Generic[K]):
         prices, families = self.known.setdefault(place, {}), estimate.families
         self.families.setdefault(place, families)
         columns = (estimate.mean_s, estimate.shared_log_sd, estimate.own_log_sd, estimate.family, estimate.provenance)
-        for key, *row in zip(asked, *(column.tolist() for column in columns), strict=True):
-            prices[key] = Price(*row, families)
+        for key, mean_s, shared, own, family, provenance in zip(asked, *(c.tolist() for c in columns), strict=True):
+            prices[key] = Price(mean_s, shared, own, family, provenance, families)
 
     def estimate(self, place: Place, asked: Sequence[K], what: Callable[[Sequence[K]], str]) -> Estimate:
         """The answer to the same question; raises MismatchError for what was never asked."""

@@ -135,14 +135,16 @@ def compare(
 
 
 def _price_all(problem: Problem) -> None:
-    """All prices that even plans need, and what is compiled on first use."""
+    """All prices that even plans and the floor need, and what is compiled on first use."""
     from simpart.configure import Configuration, configure
+    from simpart.floor import step_floor_s
     from simpart.simulation import evaluate
 
     sizes = [b for b in range(1, problem.global_batch + 1) if problem.global_batch % b == 0]
     for device in problem.cluster.kinds:
         problem.prices(sizes, device)
         problem.update_prices(device)
+    step_floor_s(problem)
     plan = configure(_fresh(problem), Configuration(pp=1, dp=1, micro_batch=sizes[0]))
     evaluate(_fresh(problem), [plan])
 

@@ -88,7 +88,7 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
             document |= coverage_documents(problem, best, options["profile_next"])
             print_document(prediction_document(best, result, **document))
         else:
-            print_document(prediction_document(None, None, reason, **document))
+            print_document(prediction_document(None, None, reason, **document, tightest=None))
     elif result is not None and best is not None:
         title = f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}"
         print_prediction(problem, best, result, title)
