@@ -23,6 +23,7 @@ from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._fitting import fit_constants
 from simpart.costmodels.learned._records import import_kernels, read_trace
 from simpart.costmodels.learned._sheet import distance, sheet_of
+from simpart.costmodels.learned._signatures import question_of
 from simpart.costmodels.learned._training import fit_family, train
 from simpart.costmodels.roofline import physical_bound_s
 from simpart.errors import FormatError
@@ -358,3 +359,19 @@ def test_shipped_models_say_what_they_were_trained_on() -> None:
         assert model.facts["rows"]
         assert len(str(model.facts["fingerprint"])) == 16
         assert isinstance(model.boost, Boost)
+
+
+def test_grouped_products_are_told_through_batches_of_the_mean_size() -> None:
+    def form(*shape: int) -> TensorForm:
+        return TensorForm(shape, "bfloat16", tuple(range(len(shape))))
+
+    forward = Signature("aten._grouped_mm.default", (form(512, 64), form(8, 64, 32)), (form(512, 32),))
+    towards_weights = Signature("aten._grouped_mm.default", (form(64, 512), form(512, 32)), (form(8, 64, 32),))
+    asked = [question_of(s) for s in (forward, towards_weights)]
+    assert [q.dims[:4] for q in asked if q] == [(8, 64.0, 32, 64), (8, 64, 32, 64.0)]
+    found = Learned().estimate(SignatureTable((forward, towards_weights)), load_device("h100"))
+    assert {PROVENANCES[p] for p in found.provenance} == {"analytic"}
+    assert all(
+        t >= physical_bound_s(s, load_device("h100"))
+        for t, s in zip(found.mean_s, (forward, towards_weights), strict=True)
+    )

@@ -54,6 +54,7 @@ _MEMORY_FAMILIES = frozenset(
 # rates of FlashAttention-2 on A100 and H100).
 _ATTENTION_BACKWARD = (3.0, 0.2)
 _OTHER_LAYOUT_SD = 0.05  # data and weight gradients against forward products: 2.01 for two, sd 0.09 (NeuSight's layers)
+_GROUPED_SD = 0.2  # groups are of unequal size, and kernels for them differ from those of batches: assumption
 _HALF_CONVOLUTION = (1.3, 0.35)  # an implicit product gathers its input: assumption
 _CONVOLUTION_BACKWARD_SD = 0.3
 
@@ -81,6 +82,8 @@ def question_of(signature: Signature) -> Question | None:
 
 def _product(signature: Signature, name: str) -> Question | None:
     inputs = signature.inputs
+    if name == "_grouped_mm":
+        return _grouped(signature)
     if name in ("mm", "bmm") and len(inputs) >= 2:
         a, out = inputs[0], signature.outputs[0]
     elif name in ("addmm", "baddbmm", "_addmm_activation") and len(inputs) >= 3:
@@ -105,6 +108,25 @@ def _product(signature: Signature, name: str) -> Question | None:
     if a.dtype == "float32":
         return Question("bgemm32" if batched else "gemm32", dims, "bmm" if batched else "linear", prior_sd=turned)
     return None
+
+
+def _grouped(signature: Signature) -> Question | None:
+    """One product per group, all of the mean size: rows cut by group, or (towards weights) their inner dim."""
+    if len(signature.inputs) < 2:
+        return None
+    a, b, out = signature.inputs[0], signature.inputs[1], signature.outputs[0]
+    if a.dtype not in _HALF or 0 in (*a.shape, *b.shape, *out.shape) or len(a.shape) != 2:
+        return None
+    size = float(DTYPE_BYTES[a.dtype])
+    if len(b.shape) == 3 and len(out.shape) == 2:
+        groups, (rows, inner), columns = b.shape[0], a.shape, out.shape[1]
+        sizes = (groups, max(1.0, rows / groups), columns, inner)
+    elif len(b.shape) == 2 and len(out.shape) == 3:
+        groups, rows, columns = out.shape
+        sizes = (groups, rows, columns, max(1.0, a.shape[1] / groups))
+    else:
+        return None
+    return Question("gemm16", (*sizes, size, float(DTYPE_BYTES[out.dtype])), prior_sd=_GROUPED_SD)
 
 
 @lru_cache(maxsize=4096)
