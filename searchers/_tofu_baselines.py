@@ -20,7 +20,7 @@ from simpart.searchers._tofu_search import Found, recursion
 from simpart.searchers._tofu_steps import Assignment, Step, Steps, Weigh
 from simpart.searchers._tofu_work import Request, Rules, Workload
 
-__all__ = ["METHODS", "Method", "solve"]
+__all__ = ["METHODS", "UNNESTED", "Method", "solve"]
 
 UNNESTED = 0.003
 """Enough that Wide-ResNet-152-10 on 8 devices receives a sixth less when it runs, for 0.03 % more by the paper's count
@@ -63,10 +63,12 @@ def solve(
     beam: int = 4,
     ties: int = 8,
     slack: float = 0.0,
+    share: bool = False,
+    unnested: float = UNNESTED,
     check: Callable[[], None] = lambda: None,
 ) -> tuple[Steps, Found]:
     """The partition that a method finds, and the steps it was found with."""
-    rules = Rules(reduce=method.reduce, unnested=UNNESTED)
+    rules = Rules(reduce=method.reduce, unnested=unnested, share=share)
     prefer = _rows(work) if method.rows else None
     steps = Steps(work, method.factors(factors), rules, weigh, prefer)
     choose = _spartan(work) if method.greedy else None

@@ -209,14 +209,17 @@ def _source_values(graph: Graph) -> tuple[set[int], dict[int, str]]:
 def _links(graph: Graph, mine: np.ndarray, value_of: np.ndarray) -> tuple[Link, ...]:
     flat = graph.flat
     found: Counter[tuple[int, int, int, bool]] = Counter()
-    indptr, inputs = flat.kernel_indptr.tolist(), value_of[flat.kernel_inputs].tolist()
+    read: dict[tuple[int, int, int], set[int]] = {}
+    raw = flat.kernel_inputs
+    indptr, inputs = flat.kernel_indptr.tolist(), value_of[raw].tolist()
     outputs = [len(graph.kernel_classes[c].outputs) for c in flat.kernel_class.tolist()]
     for k, (own, first) in enumerate(zip(mine.tolist(), flat.kernel_outputs.tolist(), strict=True)):
         for position, value in enumerate(inputs[indptr[k] : indptr[k + 1]]):
             found[own, position, value, False] += 1
+            read.setdefault((own, position, value), set()).add(int(raw[indptr[k] + position]))
         for position in range(outputs[k]):
             found[own, position, int(value_of[first + position]), True] += 1
-    return tuple(Link(k, p, v, n, makes) for (k, p, v, makes), n in found.items())
+    return tuple(Link(k, p, v, n, makes, 0 if makes else len(read[k, p, v])) for (k, p, v, makes), n in found.items())
 
 
 def _names(graph: Graph, first: dict[int, int], used: int) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ The first step parts the devices into the groups furthest apart, so its conversi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import log
+from math import log, prod
 
 import numpy as np
 
@@ -54,12 +54,15 @@ def seconds_of(model: CommModel, cluster: Cluster, group: DeviceGroup, names: Se
     times = model.estimate(CollectiveTable(tuple(rows)), cluster).mean_s.reshape(len(keys), -1)
     logs = {key: np.log(np.maximum(row, 1e-12)) for key, row in zip(keys, times, strict=True)}
     grid = np.log(_SIZES)
+    inner = [prod(sizes[name] for name in names[level + 1 :]) for level in range(len(names))]
 
     def weigh(level: int, lies: Placement, needed: Placement, received: float) -> float:
         if received <= 0:
             return 0.0
         kind, parts = kind_of(lies, needed), sizes[names[level]]
-        each = received / (parts - 1)  # bytes of the collective: of k - 1 shares of it, each member receives one k-th
+        # what a part of the step receives is spread over its devices: as many collectives, of k members each, receive
+        # k - 1 times their bytes together
+        each = received / inner[level] / (parts - 1)
         if kind == "all_reduce":
             each /= 2
         at = log(each)

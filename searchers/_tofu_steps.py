@@ -397,7 +397,8 @@ class Steps:
             elements = received(region, place, mine, there, parts)
         if elements == 0:
             return 0.0
-        return link.count * self.cost(level, lies, needed, elements * self.work.values[link.value].itemsize)
+        times = link.tensors or link.count if self.rules.share else link.count
+        return times * self.cost(level, lies, needed, elements * self.work.values[link.value].itemsize)
 
     def table(self, a: Domain, b: Domain) -> Table:
         """Conversions between two groups, by their assignments."""

@@ -131,13 +131,14 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """`count` times this kernel reads (or makes) a value at this position."""
+    """`count` times this kernel reads (or makes) a value at this position; `tensors` of them are different (0: all)."""
 
     kernel: int
     position: int
     value: int
     count: int
     makes: bool
+    tensors: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -183,13 +184,17 @@ class Workload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What a search may choose. `reduce`: kernels may leave terms to be summed (ICML18: no). `whole`: values may also
-    stay whole (beyond Tofu). `unnested`: among equals, cut a value along a dim that is still whole: conversions of
-    nested cuts undo the inner one first when they run."""
+    """What a search may choose. `reduce`: kernels may leave terms to be summed (ICML18: no).
+
+    Beyond the paper: `whole`, values may also stay whole. `unnested` is what cutting a value once more along a dim
+    counts, as a part of moving it all: conversions of nested cuts undo the inner one first when they run. `share`: a
+    tensor that one kernel reads again and again, as weights in an unrolled loop, is fetched once; so plans run.
+    """
 
     reduce: bool = True
     whole: bool = False
-    unnested: bool = False
+    unnested: float = 0.0
+    share: bool = False
 
     def allows(self, request: Request) -> bool:
         return self.reduce or not any(isinstance(p, Partial) for p in request.outputs)

@@ -16,7 +16,7 @@ from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.searchers._tofu_baselines import METHODS, Method, solve
+from simpart.searchers._tofu_baselines import METHODS, UNNESTED, Method, solve
 from simpart.searchers._tofu_coarse import Coarse, coarsen
 from simpart.searchers._tofu_parallel import replicas, weird_trick
 from simpart.searchers._tofu_plan import mesh_group, plan_of
@@ -67,12 +67,17 @@ def partition(
     ties: int = 8,
     slack: float = 0.0,
     joint_s: float | None = 2.0,
+    share: bool = False,
+    unnested: float = UNNESTED,
     problem: Problem | None = None,
     check: Callable[[], None] = lambda: None,
     coarse: Coarse | None = None,
 ) -> Partition:
     """Cut a graph at a micro-batch among devices. `joint_s` limits the attempt at all steps together (None: left out);
-    with a `problem` the objective is seconds on its cluster. Raises UserError where nothing can be cut."""
+    with a `problem` the objective is seconds on its cluster; `share` and `unnested` see `Rules`.
+
+    Raises UserError where nothing can be cut.
+    """
     steps_of = check_factors(devices, factors)
     coarse = coarse or coarsen(graph, micro_batch, steps_of)
     taken = method.factors(steps_of)
@@ -82,7 +87,18 @@ def partition(
     if problem is not None:
         group = mesh_group(taken)
         weigh = seconds_of(problem.costs.communication, problem.cluster, group, axis_names(taken))
-    steps, found = solve(method, coarse.work, steps_of, weigh=weigh, beam=beam, ties=ties, slack=slack, check=check)
+    steps, found = solve(
+        method,
+        coarse.work,
+        steps_of,
+        weigh=weigh,
+        beam=beam,
+        ties=ties,
+        slack=slack,
+        share=share,
+        unnested=unnested,
+        check=check,
+    )
     check()
     bound = found.bound
     if method.name == "tofu":
@@ -91,7 +107,7 @@ def partition(
             if better is not None:
                 bound = max(bound, better.bound)
                 found = better if better.total + better.taste < found.total + found.taste else found
-        if weigh is None:
+        if weigh is None and not share:
             bound = max(bound, lone_bound(steps))
     work = coarse.work
     return Partition(
@@ -134,6 +150,8 @@ class Tofu:
     name: str = "tofu"
     method: Method = METHODS["tofu"]
     seconds: bool = False
+    share: bool = False
+    unnested: tuple[float, ...] = (UNNESTED,)
     beam: int = 4
     ties: int = 8
     slack: float = 0.0
@@ -149,16 +167,20 @@ class Tofu:
         for count in (m for m in range(1, most + 1) if problem.global_batch % m == 0):
             control.check()
             micro_batch = problem.global_batch // count
-            try:
-                found = partition(
-                    problem.graph, micro_batch, devices, factors=self.factors, method=self.method, beam=self.beam,
-                    ties=self.ties, slack=self.slack, problem=problem if self.seconds else None, check=control.check,
-                )  # fmt: skip
-            except UserError as error:
-                yield Candidate(plan=None, family=f"{family}, {count} micro-batches", why=str(error))
-                continue
-            yield self._candidate(problem, found, count, family)
-            if control.latest is not None and control.latest.evaluation.feasible:
+            fits = False
+            for unnested in self.unnested:
+                try:
+                    found = partition(
+                        problem.graph, micro_batch, devices, factors=self.factors, method=self.method, beam=self.beam,
+                        ties=self.ties, slack=self.slack, problem=problem if self.seconds else None, share=self.share,
+                        unnested=unnested, check=control.check,
+                    )  # fmt: skip
+                except UserError as error:
+                    yield Candidate(plan=None, family=f"{family}, {count} micro-batches", why=str(error))
+                    break
+                yield self._candidate(problem, found, count, family)
+                fits = fits or (control.latest is not None and control.latest.evaluation.feasible)
+            if fits:
                 return
 
     def _candidate(self, problem: Problem, found: Partition, count: int, family: str) -> Candidate:
@@ -190,8 +212,8 @@ def _work_s(problem: Problem, micro_batch: int) -> float:
 
 
 def tofu_seconds() -> Tofu:
-    """Conversions by the seconds of the links that they cross."""
-    return Tofu(name="tofu_seconds", seconds=True)
+    """Conversions by the seconds of the links that they cross, what a loop reads again fetched once."""
+    return Tofu(name="tofu_seconds", seconds=True, share=True, unnested=(UNNESTED, 10 * UNNESTED))
 
 
 def tofu_allrow() -> Tofu:
