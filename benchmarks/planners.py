@@ -1,18 +1,23 @@
-"""How long planners search, on arrays and on a captured GPT; one JSON document.
+"""How long planners search: on arrays, on a captured GPT, on BERT with 4.9 B parameters, on 50,000 ops; JSON.
 
-    python benchmarks/planners.py [--repeats 3] [--profiles DIR] [--cluster dgx-a100:2] [--global-batch 64]
+    python benchmarks/planners.py [--part arrays|gpt|bert|ops] [--repeats 3] [--profiles DIR] [--cluster dgx-a100:2]
+                                  [--global-batch 64] [--layers 3300]
 
-`arrays`: the planner alone, prices given. `searchers`: prices from data sheets, proposals and their simulation, from a
-captured graph on; `best_step_s` is simulated. Published times of other systems include more: RaNNC's 4 hours are
-profiling and search, Alpa's are profiling, compilation and search. The first repeat also compiles, unless cached.
+`arrays`: the planner alone, prices given. Else prices from data sheets, proposals and their simulation, from a captured
+graph on; `best_step_s` is simulated. `peer` says what another system published for the same work, and `peer_includes`
+what that time is made of: most measure ops or compile stages first, which is no part of a search here. The first
+repeat also compiles, unless cached.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +26,11 @@ import numpy as np
 from simpart.capture import capture
 from simpart.cost import Costs
 from simpart.costmodels import AlphaBeta, Roofline
+from simpart.graph import Graph
 from simpart.hardware import load_cluster
 from simpart.problem import Problem
 from simpart.registry import load_searcher, searcher_names
+from simpart.searchers._chain import solve_chain
 from simpart.searchers._profiles import find_profile, read_pipedream, read_piper
 from simpart.searchers.alpa import InterOp, InterOpCosts
 from simpart.searchers.dapple import Dapple, DappleCosts
@@ -34,7 +41,20 @@ from simpart.searchers.piper import solve as solve_piper
 from simpart.searchers.two_bw import solve as solve_2bw
 from simpart.searching import search
 from simpart.training import TrainingSpec
-from simpart.zoo import GPTDims, ZooFactory
+from simpart.zoo import BERTDims, GPTDims, ZooFactory
+
+PEERS: dict[str, tuple[str, str]] = {
+    "alpa": ("Zheng et al., OSDI 2022", "profiling, compilation and search"),
+    "bert": (
+        "RaNNC: 4 hours on 32 V100 (rannc-examples, bert/README.md)",
+        "profiling of ops and merged blocks, search",
+    ),
+    "dapple": ("Fan et al., PPoPP 2021", "search on a measured profile"),
+    "pipedream": ("Narayanan et al., SOSP 2019", "search on a measured profile"),
+    "piper": ("Tarnawski et al., NeurIPS 2021", "search on a measured profile"),
+    "rannc": ("Tanaka et al., IPDPS 2021", "profiling of ops and merged blocks, search"),
+    "2bw": ("Narayanan et al., arXiv 2006.09503", "sweep on a measured profile"),
+}
 
 
 def random_stages(layers: int, sizes: tuple[int, ...], seed: int) -> np.ndarray:
@@ -55,6 +75,14 @@ def alpa(layers: int, devices: int, micro_batches: int, every_size: bool, tight:
         successors = np.clip(np.floor(layers / 1.2 * np.array(sizes) / length) - 1, -1, 4096).astype(np.int64)
     costs = InterOpCosts(time_s=time_s, successors=successors, sizes=sizes)
     return lambda: InterOp(costs, devices, micro_batches).best()
+
+
+def rannc(blocks: int, devices: int) -> Callable[[], Any]:
+    """Stage problem for every number of stages, any replica count, 5 % noise; memory rules out some stages."""
+    from rannc_stage import random_costs
+
+    costs = random_costs(blocks, devices, power_of_two=False, correlated=True, seed=1)
+    return lambda: solve_chain(costs, devices, min(blocks, devices))
 
 
 def dapple(layers: int, machines: tuple[int, ...]) -> Callable[[], Any]:
@@ -118,21 +146,24 @@ def seconds_of(run: Callable[[], Any], repeats: int) -> list[float]:
     return taken
 
 
-def searchers(cluster_name: str, global_batch: int) -> list[dict[str, Any]]:
-    """Every registered searcher on one GPT."""
-    graph = capture(ZooFactory("gpt", GPTDims(layers=24, hidden=1024, heads=16, seq=1024, vocab=51200)), model="gpt")
-    cluster = load_cluster(cluster_name)
+def searched(problem: Problem, names: Sequence[str]) -> list[dict[str, Any]]:
+    """Each searcher on a problem priced afresh."""
     rows = []
-    for name in searcher_names():
+    for name in names:
         costs = Costs(compute=Roofline(), communication=AlphaBeta())
-        problem = Problem(graph=graph, training=TrainingSpec(), cluster=cluster, costs=costs, global_batch=global_batch)
+        fresh = replace(problem, costs=costs)
         start = time.perf_counter()
-        result = search(problem, load_searcher(name))
+        result = search(fresh, load_searcher(name))
+        seconds = time.perf_counter() - start
         best = result.best
         rows.append(
             {
                 "searcher": name,
-                "seconds": round(time.perf_counter() - start, 3),
+                "cluster": problem.cluster.name,
+                "devices": problem.cluster.size,
+                "global_batch": problem.global_batch,
+                "seconds": round(seconds, 3),
+                "includes": "prices, blocks, search, simulation of what is proposed",
                 "plans": len(result.ranked),
                 "best_step_s": best and best.evaluation.step_s,
                 "best_family": best and best.candidate.family,
@@ -141,6 +172,47 @@ def searchers(cluster_name: str, global_batch: int) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def problem_of(graph: Graph, cluster: str, global_batch: int) -> Problem:
+    costs = Costs(compute=Roofline(), communication=AlphaBeta())
+    return Problem(
+        graph=graph, training=TrainingSpec(), cluster=load_cluster(cluster), costs=costs, global_batch=global_batch
+    )
+
+
+def gpt(cluster: str, global_batch: int) -> list[dict[str, Any]]:
+    """Every registered searcher on one GPT."""
+    graph = capture(ZooFactory("gpt", GPTDims(layers=24, hidden=1024, heads=16, seq=1024, vocab=51200)), model="gpt")
+    return searched(problem_of(graph, cluster, global_batch), searcher_names())
+
+
+def bert() -> list[dict[str, Any]]:
+    """BERT with 4.9 B parameters on 32 V100, whose partitioning took RaNNC 4 hours with profiling."""
+    dims = BERTDims(layers=96, hidden=2048, heads=16, ffn=8192, seq=512, vocab=30522)
+    graph = capture(ZooFactory("bert", dims), model="bert")
+    rows = [row for batch in (64, 256) for row in searched(problem_of(graph, "dgx-v100:4", batch), ["rannc", "alpa"])]
+    return [row | peer("bert") for row in rows]
+
+
+def many_ops(layers: int) -> list[dict[str, Any]]:
+    """A GPT so deep that it has 50,000 ops, through atoms, blocks and stages; with the peak memory of this process."""
+    graph = capture(ZooFactory("gpt", GPTDims(layers=layers, hidden=128, heads=2, seq=128, vocab=1000)), model="gpt")
+    captured_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rows = searched(problem_of(graph, "dgx-v100:4", 64), ["rannc"])
+    peak_kb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    more = {
+        "ops": len(graph.flat.op_class),
+        "peak_bytes": peak_kb * 1024,
+        "peak_bytes_after_capture": captured_kb * 1024,
+    }
+    return [row | more for row in rows]
+
+
+def peer(key: str) -> dict[str, str]:
+    """Who published a time for this, and what that time includes."""
+    who, includes = PEERS.get(key, ("", ""))
+    return {"peer": who, "peer_includes": includes}
 
 
 def main() -> None:
@@ -152,17 +224,32 @@ def main() -> None:
     )
     parser.add_argument("--cluster", default="dgx-a100:2")
     parser.add_argument("--global-batch", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=3300)
+    parser.add_argument("--part", choices=["arrays", "gpt", "bert", "ops"], action="append")
     options = parser.parse_args()
-    cases = {
-        "alpa inter-op L=32 D=64 B=64": alpa(32, 64, 64, False, False),
-        "alpa inter-op L=32 D=64 B=64, memory": alpa(32, 64, 64, False, True),
-        "alpa inter-op L=32 D=64 B=64, submeshes of every size": alpa(32, 64, 64, True, False),
-        "dapple 32 blocks, 8 devices": dapple(32, (8,)),
-        "dapple 16 blocks, 4 machines of 8": dapple(16, (8, 8, 8, 8)),
-        **on_profiles(options.profiles),
-    }
-    arrays = [{"case": name, "seconds": seconds_of(run, options.repeats)} for name, run in cases.items()]
-    print(json.dumps({"arrays": arrays, "searchers": searchers(options.cluster, options.global_batch)}, indent=1))
+    parts = options.part or ["arrays", "gpt", "bert", "ops"]
+    document: dict[str, Any] = {"machine": platform.platform(), "processor": platform.processor() or platform.machine()}
+    if "arrays" in parts:
+        cases = {
+            "rannc stages n=32 D=64, all S": rannc(32, 64),
+            "alpa inter-op L=32 D=64 B=64": alpa(32, 64, 64, False, False),
+            "alpa inter-op L=32 D=64 B=64, memory": alpa(32, 64, 64, False, True),
+            "alpa inter-op L=32 D=64 B=64, submeshes of every size": alpa(32, 64, 64, True, False),
+            "dapple 32 blocks, 8 devices": dapple(32, (8,)),
+            "dapple 16 blocks, 4 machines of 8": dapple(16, (8, 8, 8, 8)),
+            **on_profiles(options.profiles),
+        }
+        document["arrays"] = [
+            {"case": name, "seconds": seconds_of(run, options.repeats), "includes": "search", **peer(name.split()[0])}
+            for name, run in cases.items()
+        ]
+    if "gpt" in parts:
+        document["gpt"] = gpt(options.cluster, options.global_batch)
+    if "bert" in parts:
+        document["bert"] = bert()
+    if "ops" in parts:
+        document["ops"] = many_ops(options.layers)
+    print(json.dumps(document, indent=1))
 
 
 if __name__ == "__main__":

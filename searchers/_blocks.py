@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["OpDag", "block_transfers", "blocks", "clones_of"]
+__all__ = ["OpDag", "block_numbers", "blocks", "clones_of", "crossing_values"]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -54,20 +54,26 @@ class OpDag:
 
 
 def blocks(
-    dag: OpDag, most: int, *, seconds_per_byte: float = 0.0, limit_bytes: float = math.inf, released: bool = False
+    dag: OpDag,
+    most: int,
+    *,
+    seconds_per_byte: float = 0.0,
+    limit_bytes: float = math.inf,
+    released: bool = False,
+    connected: bool = False,
 ) -> list[Integers]:
     """Sorted op indices of at most `most` blocks, in chain order, without clones; more only where memory forbids less.
 
     `seconds_per_byte` prices what crosses between blocks. `released`: coarsening down to 5 nodes and greedy compaction
-    alone, as published.
+    alone, as published. `connected`: no block holds ops of branches that do not meet in it; there may be more blocks.
     """
     if most < 1:
         raise ValueError(f"the number of blocks must be at least 1, got {most}")
     contraction = _Contraction(dag)
     _coarsen(contraction, 5 if released else SPARE_NODES * most, seconds_per_byte, limit_bytes)
-    chain = _compact(contraction, most if released else SPARE_NODES * most, limit_bytes)
+    chain = _compact(contraction, most if released else SPARE_NODES * most, limit_bytes, connected)
     if len(chain) > most and not released:
-        chain = _balance(contraction, chain, most, seconds_per_byte, limit_bytes)
+        chain = _balance(contraction, chain, most, seconds_per_byte, limit_bytes, connected)
     parts = ([op for node in nodes for op in contraction.members[node]] for nodes in chain)
     return [np.array(sorted(ops), dtype=np.int64) for ops in parts]
 
@@ -85,32 +91,25 @@ def clones_of(dag: OpDag, ops: Integers) -> Integers:
     return np.flatnonzero(needed & dag.cloned)
 
 
-def block_transfers(dag: OpDag, chain: Sequence[Integers]) -> tuple[Floats, Floats]:
-    """Bytes that enter and that leave the blocks [i, j): two (n, n + 1) arrays, each value counted once per stage."""
-    n = len(chain)
+def block_numbers(dag: OpDag, chain: Sequence[Integers]) -> Integers:
+    """The block of each op, -1 for clones."""
     block = np.full(dag.size, -1, dtype=np.int64)
     for b, ops in enumerate(chain):
         block[ops] = b
-    entering, leaving = np.zeros((n + 1, n + 2)), np.zeros((n + 2, n + 2))
-    source, target = block[dag.edge_source], block[dag.edge_target]
+    return block
+
+
+def crossing_values(dag: OpDag, chain: Sequence[Integers]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+    """Values by the block that makes them and all other blocks that read them."""
+    block = block_numbers(dag, chain)
+    made, read = block[dag.edge_source], block[dag.edge_target]
     readers: dict[int, tuple[int, set[int]]] = {}
-    for e in np.flatnonzero((source >= 0) & (target > source)).tolist():
-        readers.setdefault(int(dag.edge_value[e]), (int(source[e]), set()))[1].add(int(target[e]))
-    for value, (made, read) in readers.items():
-        size = float(dag.value_bytes[value])
-        # Leaves [i, j) for i <= made < j <= last reader: a rectangle, added as differences.
-        last = max(read)
-        leaving[0, made + 1] += size
-        leaving[0, last + 1] -= size
-        leaving[made + 1, made + 1] -= size
-        leaving[made + 1, last + 1] += size
-        # Enters [i, j) for i > made as soon as j passes the first reader at or after i.
-        start = made + 1
-        for reader in sorted(read):
-            entering[start : reader + 1, reader + 1] += size
-            start = reader + 1
-    leaving = np.cumsum(np.cumsum(leaving, axis=0), axis=1)
-    return np.cumsum(entering, axis=1)[:n, : n + 1], leaving[:n, : n + 1]
+    for e in np.flatnonzero((made >= 0) & (read >= 0) & (made != read)).tolist():
+        readers.setdefault(int(dag.edge_value[e]), (int(made[e]), set()))[1].add(int(read[e]))
+    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for value, (maker, others) in readers.items():
+        found.setdefault((maker, tuple(sorted(others))), []).append(value)
+    return found
 
 
 class _Contraction:
@@ -270,7 +269,7 @@ def _coarsen(graph: _Contraction, at_least: int, seconds_per_byte: float, limit_
             return
 
 
-def _compact(graph: _Contraction, most: int, limit_bytes: float) -> list[list[int]]:
+def _compact(graph: _Contraction, most: int, limit_bytes: float, connected: bool) -> list[list[int]]:
     """Merge the lightest block with the neighbour that makes the lighter pair, until `most` are left."""
     graph.renumber()
     order = graph.nodes()
@@ -290,6 +289,8 @@ def _compact(graph: _Contraction, most: int, limit_bytes: float) -> list[list[in
         for first, second in ((left[block], block), (block, right[block])):
             if first is None or second is None or memory_bytes[first] + memory_bytes[second] >= limit_bytes:
                 continue
+            if connected and not any(graph.after[a].keys() & set(parts[second]) for a in parts[first]):
+                continue
             shared_s = math.fsum(graph.op_time[op] for op in clones[first] & clones[second])
             options.append((time_s[first] + time_s[second] - shared_s, rank[first], first, second))
         if not options:
@@ -308,9 +309,14 @@ def _compact(graph: _Contraction, most: int, limit_bytes: float) -> list[list[in
 
 
 def _balance(
-    graph: _Contraction, chain: list[list[int]], most: int, seconds_per_byte: float, limit_bytes: float
+    graph: _Contraction,
+    chain: list[list[int]],
+    most: int,
+    seconds_per_byte: float,
+    limit_bytes: float,
+    connected: bool,
 ) -> list[list[int]]:
-    """Join neighbours into `most` blocks (more where memory forces it) of least sum of squared times.
+    """Join neighbours into `most` blocks (more where memory or branches force it) of least sum of squared times.
 
     A block's time includes what leaves it, so that cuts fall where little crosses.
     """
@@ -320,6 +326,8 @@ def _balance(
     leaving_s = seconds_per_byte * _crossing_bytes(graph, chain)
     starts, ends = np.arange(m)[:, None], np.arange(m + 1)[None, :]
     allowed = (ends == starts + 1) | ((ends > starts) & (memory[None, :] - memory[:-1, None] < limit_bytes))
+    if connected:
+        allowed &= _meeting(graph, chain)
     cost = np.where(allowed, (time_s[None, :] - time_s[:-1, None] + leaving_s[None, :]) ** 2, np.inf)
     best = np.full(m + 1, np.inf)
     best[0] = 0.0
@@ -333,6 +341,37 @@ def _balance(
         cuts.append(int(choice[cuts[-1]]))
     cuts.reverse()
     return [[node for part in chain[i:j] for node in part] for i, j in itertools.pairwise(cuts)]
+
+
+def _meeting(graph: _Contraction, chain: list[list[int]]) -> npt.NDArray[np.bool_]:
+    """[i, j]: parts i … j-1 of a chain hang together by edges among them."""
+    place = {node: at for at, nodes in enumerate(chain) for node in nodes}
+    m = len(chain)
+    near: list[set[int]] = [set() for _ in chain]
+    for node, at in place.items():
+        for reader in graph.after[node]:
+            near[place[reader]].add(at)
+    meeting = np.zeros((m, m + 1), dtype=np.bool_)
+    for i in range(m):
+        root = list(range(m))
+        pieces = 0
+        for j in range(i, m):
+            pieces += 1
+            for a in near[j]:
+                if i <= a < j:
+                    one, other = _root(root, a), _root(root, j)
+                    if one != other:
+                        root[other] = one
+                        pieces -= 1
+            meeting[i, j + 1] = pieces == 1
+    return meeting
+
+
+def _root(root: list[int], x: int) -> int:
+    while root[x] != x:
+        root[x] = root[root[x]]
+        x = root[x]
+    return x
 
 
 def _crossing_bytes(graph: _Contraction, chain: list[list[int]]) -> Floats:

@@ -116,6 +116,7 @@ def chain_cases(
     control: Control,
     *,
     most_blocks: int = 32,
+    most_sets: int = 0,
     recompute: Iterable[bool] | None = None,
     fewer_devices: bool = True,
 ) -> Iterator[list[ChainCase]]:
@@ -124,7 +125,7 @@ def chain_cases(
     choices = [r == "full" for r in space.recompute] if recompute is None else list(recompute)
     counts = micro_batch_counts(problem)
     for graph, micro_batch in graphs_of(problem):
-        chain = ChainProblem(problem, graph, micro_batch, most_blocks)
+        chain = ChainProblem(problem, graph, micro_batch, most_blocks, most_sets)
         cases: dict[str, list[ChainCase]] = {schedule: [] for schedule in space.schedules}
         for shape in pipeline_shapes(problem, counts, choices, fewer_devices):
             control.check()
@@ -227,7 +228,8 @@ def propose_answers(
             planned.add(count)
             plan = chain_plan(problem, case.chain, case.shape, answer, case.schedule)
             proposed(plan, case, answer)
-            yield Candidate(plan=plan, family=stages_text(count), objective_s=objective_s)
+            why = case.chain.order_text(answer.stages)
+            yield Candidate(plan=plan, family=stages_text(count), objective_s=objective_s, why=why)
     if stopped is not None:
         raise stopped
     if least < math.inf:
@@ -312,9 +314,9 @@ def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answ
         taken = chain.shares(shape, devices)
         assert taken is not None  # the stage had costs
         sizes.append(taken)
-        ops = np.concatenate([chain.chain[b] for b in range(stage.start, stage.end)])
+        ops = chain.ops(stage.start, stage.end)
         again = shape.recompute if answer.recompute is None else answer.recompute[x]
-        regions = recompute_regions(chain.graph, np.sort(ops)) if again else ()
+        regions = recompute_regions(chain.graph, ops) if again else ()
         stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions))
         first += stage.replicas
     return Plan(

@@ -19,13 +19,15 @@ import numpy.typing as npt
 from simpart.block_memory import kept_storages, working_sets
 from simpart.configure import layer_calls
 from simpart.cost import Collective, CollectiveKind, CollectiveTable
+from simpart.errors import UnsupportedError
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.memory import state_of, update_transient_bytes
 from simpart.partition import clonable_ops
 from simpart.problem import Problem
-from simpart.searchers._blocks import OpDag, block_transfers, blocks
-from simpart.searchers._chain import Bools, StageCosts
+from simpart.searchers._block_sets import BlockSets
+from simpart.searchers._blocks import OpDag, block_numbers, blocks, crossing_values
+from simpart.searchers._chain import Bools, ChainStage, StageCosts
 from simpart.searchers._lines import lines, shares
 from simpart.searchers._pipelines import PipelineShape
 from simpart.transfers import sharing
@@ -78,10 +80,11 @@ class ChainProblem:
     """One graph of a Problem cut into at most `most_blocks` blocks, and the StageCosts of any pipeline shape on it.
 
     Blocks are balanced by the slowest kind of device; stages cost what their own devices take, and what the links
-    there take where devices are unequal.
+    there take where devices are unequal. Cuts are the places between the blocks of one linearisation; or, if there are
+    at most `most_sets` for some number of blocks, all sets of blocks closed under predecessors (see BlockSets).
     """
 
-    def __init__(self, problem: Problem, graph: Graph, micro_batch: int, most_blocks: int) -> None:
+    def __init__(self, problem: Problem, graph: Graph, micro_batch: int, most_blocks: int, most_sets: int = 0) -> None:
         self.problem = problem
         self.graph = graph
         self.kinds = problem.cluster.kinds
@@ -89,13 +92,39 @@ class ChainProblem:
         self.limit_bytes = float(max(d.usable_bytes for d in self.kinds))
         self.least_samples = 1 if problem.graph.at(1) is graph else 2
         self.dag = dag_of(problem, graph, micro_batch, self.kinds[self.slowest])
-        self.chain = blocks(self.dag, most_blocks, seconds_per_byte=self._seconds_per_byte())
+        self.chain, self.sets = self._cut(most_blocks, most_sets)
         self.block_of = self._block_of_every_op()
         self.recomputed = np.isin(graph.flat.op_call, layer_calls(graph))
 
     @property
     def size(self) -> int:
+        """Number of blocks."""
         return len(self.chain)
+
+    def _cut(self, most_blocks: int, most_sets: int) -> tuple[list[Integers], BlockSets]:
+        """Blocks and their sets: fewer blocks where that makes few enough."""
+        price = self._seconds_per_byte()
+        for most in (most_blocks, most_blocks // 2, most_blocks // 3, most_blocks // 4) if most_sets else ():
+            chain = blocks(self.dag, max(most, 1), seconds_per_byte=price, connected=True)
+            block = block_numbers(self.dag, chain)
+            made, read = block[self.dag.edge_source], block[self.dag.edge_target]
+            edges = {(a, b) for a, b in zip(made.tolist(), read.tolist(), strict=True) if 0 <= a < b}
+            try:
+                return chain, BlockSets.of_graph(len(chain), edges, most_sets)
+            except UnsupportedError:
+                continue
+        chain = blocks(self.dag, most_blocks, seconds_per_byte=price)
+        return chain, BlockSets.of_chain(len(chain))
+
+    def ops(self, start: int, end: int) -> Integers:
+        """Sorted ops of a stage, without clones."""
+        return np.sort(np.concatenate([self.chain[b] for b in self.sets.blocks(start, end)]))
+
+    def order_text(self, stages: Sequence[ChainStage]) -> str:
+        """Where a plan cuts the order in which it takes the blocks."""
+        names = [self.graph.op_ids[int(self.ops(stage.start, stage.end)[0])] for stage in stages]
+        how = "sets closed under predecessors" if len(self.sets.inside) > self.size + 1 else "one line"
+        return f"{self.size} blocks in {how}; stages begin at {', '.join(names)}"
 
     @property
     def mixed(self) -> bool:
@@ -104,9 +133,8 @@ class ChainProblem:
 
     def _block_of_every_op(self) -> Integers:
         """Clones count in the first block that reads them."""
-        block = np.full(self.dag.size, self.size, dtype=np.int64)
-        for b, ops in enumerate(self.chain):
-            block[ops] = b
+        block = block_numbers(self.dag, self.chain)
+        block[block < 0] = self.size
         for e in np.argsort(-self.dag.edge_target, kind="stable").tolist():
             source = int(self.dag.edge_source[e])
             if self.dag.cloned[source]:
@@ -151,7 +179,7 @@ class ChainProblem:
         forward, backward, transfer, static, stash = (
             np.stack(arrays, axis=-1) for arrays in zip(*(self._row(c, shape) for c in choices), strict=True)
         )
-        full = (self.size, self.size + 1, len(choices))
+        full = forward.shape
         return StageCosts(
             replicas=tuple(choice.replicas for choice in choices),
             forward_s=forward,
@@ -162,7 +190,7 @@ class ChainProblem:
             stash_bytes=stash,
             limit_bytes=self.limit_bytes,
             micro_batches=shape.micro_batches,
-            allowed=np.ones(full, dtype=np.bool_),
+            allowed=np.broadcast_to(self.sets.nested[:, :, None], full),
             in_flight=in_flight(schedule),
             places=self._places(choices, shape.devices) if self.mixed else None,
         )
@@ -276,7 +304,7 @@ class ChainProblem:
 
     def entering_s(self, micro_batch: int, ranks: tuple[int, int]) -> Floats:
         """[i] seconds to bring what blocks from i on need of those before it from one rank to another."""
-        return self._curve("p2p", ranks, 1, self._transfers(micro_batch)[0][:, self.size])
+        return self._curve("p2p", ranks, 1, self._transfers(micro_batch)[0][:, -1])
 
     def all_reduce_s(self, ranks: tuple[int, ...]) -> Floats:
         """[i, j] seconds of the gradient all-reduce of every run over these ranks."""
@@ -296,9 +324,7 @@ class ChainProblem:
 
     def _runs(self, per_op: Floats) -> Floats:
         """[i, j] = sum over the blocks i … j-1."""
-        prefix = np.concatenate([[0.0], np.cumsum(np.bincount(self.block_of, weights=per_op, minlength=self.size))])
-        runs: Floats = np.maximum(prefix[None, :] - prefix[: self.size, None], 0.0)
-        return runs
+        return self.sets.sums(self.block_weights(per_op))
 
     @lru_cache(maxsize=256)  # noqa: B019  (a ChainProblem lives as long as one search)
     def _times(self, kind: int, micro_batch: int, recompute: bool) -> tuple[Floats, Floats]:
@@ -310,19 +336,14 @@ class ChainProblem:
 
     @lru_cache(maxsize=256)  # noqa: B019
     def _transfers(self, micro_batch: int) -> tuple[Floats, Floats]:
-        value_bytes = np.array([spec.bytes(micro_batch) for spec in self.graph.flat.value_spec], dtype=np.float64)
-        dag = self.dag
-        scaled = OpDag(
-            time_s=dag.time_s,
-            memory_bytes=dag.memory_bytes,
-            edge_source=dag.edge_source,
-            edge_target=dag.edge_target,
-            edge_value=dag.edge_value,
-            value_bytes=value_bytes,
-            group=dag.group,
-            cloned=dag.cloned,
+        specs = self.graph.flat.value_spec
+        return self.sets.crossing(
+            {ends: float(sum(specs[v].bytes(micro_batch) for v in values)) for ends, values in self._crossing.items()}
         )
-        return block_transfers(scaled, self.chain)
+
+    @cached_property
+    def _crossing(self) -> dict[tuple[int, tuple[int, ...]], list[int]]:
+        return crossing_values(self.dag, self.chain)
 
     @lru_cache(maxsize=256)  # noqa: B019
     def _stash(self, micro_batch: int, recompute: bool) -> Floats:
@@ -332,8 +353,7 @@ class ChainProblem:
         maker, first_reader, size = kept_storages(self.graph, micro_batch, self.block_of, regions)
         histogram = np.zeros((self.size, self.size))
         np.add.at(histogram, (maker, first_reader), size)
-        inside = np.cumsum(np.cumsum(histogram[::-1], axis=0)[::-1], axis=1)
-        return np.concatenate([np.zeros((self.size, 1)), inside], axis=1)
+        return self.sets.both(histogram)
 
     @lru_cache(maxsize=256)  # noqa: B019
     def _transients(self, kind: int, micro_batch: int, recompute: bool) -> Floats:
@@ -348,10 +368,7 @@ class ChainProblem:
         working = working_sets(
             self.graph, micro_batch, [np.flatnonzero(self.block_of == b) for b in range(self.size)], regions
         )
-        running = np.zeros((self.size, self.size + 1))
-        for i in range(self.size):
-            running[i, i + 1 :] = np.maximum.accumulate(working[i:])
-        return running
+        return self.sets.largest(working)
 
     @cached_property
     def _regions(self) -> Integers:
@@ -362,33 +379,32 @@ class ChainProblem:
     def _state(self, kind: int) -> dict[str, Floats]:
         """Bytes of parameters, gradients and optimizer state of every run: each parameter counts once per run that
         reads it."""
-        flat, n = self.graph.flat, self.size
+        flat = self.graph.flat
         consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
         readers: dict[int, set[int]] = {}
         held = {v for v, s in self.graph.all_sources() if s.kind in ("parameter", "buffer", "constant")}
         for value, op in zip(flat.op_inputs.tolist(), consumer.tolist(), strict=True):
             if value in held:
                 readers.setdefault(value, set()).add(int(self.block_of[op]))
-        everything, gradients, update, update_s, accumulate_s = (np.zeros((n, n + 1)) for _ in range(5))
         row_of, updates, accumulations = self.problem.update_prices(self.kinds[kind])
+        totals: dict[tuple[int, ...], Floats] = {}
         for value, read in readers.items():
-            state = state_of(self.graph, self.problem.training, [value])
-            total = state.parameters + state.gradients + state.optimizer_state
-            transient = update_transient_bytes(self.problem.training, self.kinds[kind], state)
-            start = 0
-            for block in sorted(read):
-                rows = slice(start, block + 1)
-                everything[rows, block + 1 :] += total
-                gradients[rows, block + 1 :] += state.gradients
-                if value in row_of:
-                    update_s[rows, block + 1 :] += updates.seconds[row_of[value]]
-                    accumulate_s[rows, block + 1 :] += accumulations.seconds[row_of[value]]
-                np.maximum(update[rows, block + 1 :], transient, out=update[rows, block + 1 :])
-                start = block + 1
-        return {
-            "all": everything, "gradients": gradients, "update": update,
-            "update_s": update_s, "accumulate_s": accumulate_s,
-        }  # fmt: skip
+            state, row = state_of(self.graph, self.problem.training, [value]), row_of.get(value)
+            own = totals.setdefault(tuple(sorted(read)), np.zeros(5))
+            own[:4] += (
+                state.parameters + state.gradients + state.optimizer_state,
+                state.gradients,
+                0.0 if row is None else updates.seconds[row],
+                0.0 if row is None else accumulations.seconds[row],
+            )
+            own[4] = max(own[4], update_transient_bytes(self.problem.training, self.kinds[kind], state))
+        sums, update = np.zeros((4, *self.sets.nested.shape)), np.zeros(self.sets.nested.shape)
+        for blocks_, own in totals.items():
+            reads = self.sets.any_of(blocks_)
+            sums += own[:4, None, None] * reads
+            np.maximum(update, own[4] * reads, out=update)
+        names = ("all", "gradients", "update_s", "accumulate_s")
+        return dict(zip(names, sums, strict=True)) | {"update": update}
 
     def _curve(self, kind: CollectiveKind, ranks: tuple[int, ...], concurrent: int, size: Floats) -> Floats:
         """Seconds by bytes, read off the communication model at powers of two and linear in between; nothing sent

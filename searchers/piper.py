@@ -387,17 +387,21 @@ def repeated(nodes: Sequence[PiperNode]) -> list[int]:
 class Piper:
     """Piper's objective, M × the slowest stage with its transfers, where every stage recomputes or not as it likes.
 
-    On simpart's prices, on a chain of blocks, for every number of stages.
+    On simpart's prices, for every number of stages, on sets of blocks closed under predecessors where there are few
+    enough, else on a chain of blocks.
     """
 
     name: str = "piper"
     objective: str = "micro-batches × the slowest stage with its transfers"
     most_blocks: int = 32
+    most_sets: int = 64
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
         """The best plans of every number of stages; a reason where none fits."""
         choices = [r == "full" for r in problem.space.recompute]
-        groups = chain_cases(problem, control, most_blocks=self.most_blocks, recompute=choices[:1])
+        groups = chain_cases(
+            problem, control, most_blocks=self.most_blocks, most_sets=self.most_sets, recompute=choices[:1]
+        )
         return propose_answers(
             problem, control, groups, lambda case, most, _: self._answers(problem, case, most, choices)
         )

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simpart.searchers._blocks import OpDag, block_transfers, blocks, clones_of
+from simpart.searchers._block_sets import BlockSets
+from simpart.searchers._blocks import OpDag, blocks, clones_of, crossing_values
 
 
 def dag_of(
@@ -96,7 +97,8 @@ def test_same_graph_same_blocks_whatever_the_order_of_its_edges(dag: OpDag, most
 @given(dag=dags(), most=st.integers(1, 6))
 def test_transfers_count_each_value_once_per_stage(dag: OpDag, most: int) -> None:
     chain = blocks(dag, most)
-    entering, leaving = block_transfers(dag, chain)
+    size_of = {ends: float(dag.value_bytes[values].sum()) for ends, values in crossing_values(dag, chain).items()}
+    entering, leaving = BlockSets.of_chain(len(chain)).crossing(size_of)
     edges = list(zip(dag.edge_source.tolist(), dag.edge_target.tolist(), strict=True))
     where = {op: b for b, ops in enumerate(chain) for op in ops.tolist()}
     for i in range(len(chain)):
@@ -154,3 +156,22 @@ def test_bad_graphs_are_refused() -> None:
         blocks(dag_of([(0, 1)], [1.0, 1.0], cloned=[1]), 2)
     with pytest.raises(ValueError, match="at least 1"):
         blocks(dag_of([], [1.0]), 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(dag=dags(), most=st.integers(1, 6), seed=st.integers(0, 9))
+def test_sums_over_closed_sets_are_those_of_their_blocks(dag: OpDag, most: int, seed: int) -> None:
+    chain, rng = blocks(dag, most), np.random.default_rng(seed)
+    n, size_of = len(chain), {ends: float(len(values)) for ends, values in crossing_values(dag, chain).items()}
+    edges = {(maker, reader) for maker, readers in size_of for reader in readers}
+    sets = BlockSets.of_graph(n, edges, 1000)
+    per_block, per_pair = rng.integers(0, 9, n).astype(float), rng.integers(0, 9, (n, n)).astype(float)
+    sums, largest, both = sets.sums(per_block), sets.largest(per_block), sets.both(per_pair)
+    entering, leaving = sets.crossing(size_of)
+    for s, t in np.argwhere(sets.nested).tolist():
+        stage = sets.blocks(s, t)
+        assert {a for a, b in edges if b in stage} <= set(np.flatnonzero(sets.inside[t]).tolist())
+        assert sums[s, t] == per_block[stage].sum() and largest[s, t] == max(per_block[stage])
+        assert both[s, t] == per_pair[np.ix_(stage, stage)].sum()
+        assert entering[s, t] == sum(x for (m, r), x in size_of.items() if m not in stage and set(r) & set(stage))
+        assert leaving[s, t] == sum(x for (m, r), x in size_of.items() if m in stage and set(r) - set(stage))
