@@ -10,7 +10,7 @@ import numpy as np
 
 from simpart.conversions import Step, collective_of, single_steps
 from simpart.hardware import Cluster
-from simpart.placement import Halo, Partial, Placement, Replicate, Shard
+from simpart.placement import Halo, Placement, Replicate, Shard
 from simpart.plan import DeviceGroup
 from simpart.searchers._cost_graph import Table
 from simpart.sharding.mesh import Axes, Layout, axis_members
@@ -42,7 +42,7 @@ class ConversionTimes:
                 self._seconds.pop(key, None)
 
     def table(self, key: Key, sources: Sequence[Layout], targets: Sequence[Layout]) -> Table:
-        """Seconds from each source to each target; infinite where no path leads, or whole values would become terms."""
+        """Seconds from each source to each target; infinite where no path leads."""
         if key not in self._seconds:
             self._price([k for k in self._layouts if k not in self._seconds])
         number = self._layouts[key]
@@ -101,8 +101,6 @@ class ConversionTimes:
         np.fill_diagonal(weight, 0.0)
         np.fill_diagonal(seconds, 0.0)
         for a, b, step in moves:
-            if isinstance(step.target, Partial) and not isinstance(step.source, Partial):
-                continue  # whole values are no terms
             cost = step.received_bytes + 1e-3  # fewer steps win ties
             if cost < weight[a, b]:
                 weight[a, b], seconds[a, b] = cost, priced.get((step, key[1]), 0.0)
