@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from simpart.engines.compiled import makespans, peaks, times
+from simpart.engines.compiled import makespans, times, times_and_peaks
 from simpart.engines.levels import highest, levels_of
 from simpart.engines.simpy_engine import simulate_events
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas
@@ -59,7 +59,7 @@ def measure(stages: int, micro_batches: int, transfers: str, repeats: int) -> di
     static = np.zeros((stages, len(MEMORY_KINDS)))
     memory = MemoryDeltas(static=static, late=static, start=start, end=end, within=within)
     single = cpu_seconds(lambda: times(topology, durations), repeats)
-    swept = cpu_seconds(lambda: (times(topology, durations), peaks(topology, memory)), repeats)
+    swept = cpu_seconds(lambda: times_and_peaks(topology, durations, memory), repeats)
     batch = cpu_seconds(lambda: makespans(topology, many, lags), repeats)
     levels = levels_of(topology)
     sums = [np.tile(table.sum(axis=1)[:, None], PLANS) for table in (static, static, start, end, within)]

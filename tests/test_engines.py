@@ -97,6 +97,18 @@ def test_engines_agree_on_memory(program: Program) -> None:
     np.testing.assert_array_equal(mine.task, theirs.task)
 
 
+@given(programs())
+def test_times_and_memory_in_one_pass_are_those_of_two(program: Program) -> None:
+    pytest.importorskip("numba")  # once it is there, the compiled loop runs
+    times, held = compiled.times_and_peaks(program.topology, program.durations, program.memory)
+    apart, alone = compiled.times(program.topology, program.durations), compiled.peaks(program.topology, program.memory)
+    np.testing.assert_array_equal(times.start_s, apart.start_s)
+    np.testing.assert_array_equal(times.end_s, apart.end_s)
+    np.testing.assert_array_equal(held.by_kind, alone.by_kind)
+    np.testing.assert_array_equal(held.bytes, alone.bytes)
+    np.testing.assert_array_equal(held.task, alone.task)
+
+
 @given(programs(), st.integers(1, 70))
 def test_a_batch_is_its_plans_one_by_one(program: Program, plans: int) -> None:
     rng = np.random.default_rng(plans)

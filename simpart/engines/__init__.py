@@ -26,9 +26,9 @@ ENGINES = ("compiled", "simpy", "contention")
 def replay(program: Program, engine: str = "compiled") -> tuple[Times, Peaks]:
     """All times of the program's tasks and the peak memory of its groups, by the named engine."""
     if engine == "compiled":
-        from simpart.engines.compiled import peaks, times
+        from simpart.engines.compiled import times_and_peaks
 
-        return times(program.topology, program.durations), peaks(program.topology, program.memory)
+        return times_and_peaks(program.topology, program.durations, program.memory)
     if engine in ("simpy", "contention"):
         from simpart.engines.simpy_engine import simulate_events
 

@@ -82,6 +82,86 @@ def longest_path(
     return sound
 
 
+def longest_path_held(
+    order: Array, resource: Array, indptr: Array, predecessors: Array, lag: Array, task_class: Array,
+    task_s: Array, lag_s: Array, free: Array, start: Array, end: Array,
+    queue_indptr: Array, queue: Array, groups: int, completes: Array, late: Array, taken: Array, given: Array,
+    besides: Array, by_kind: Array, where: Array, total: Array,
+) -> bool:  # fmt: skip
+    """`longest_path`, and in the same pass what `highest_levels` finds: a group's tasks come in its row's order."""
+    sound = True
+    for seconds in task_s:
+        sound = sound and 0.0 <= seconds < np.inf
+    for seconds in lag_s:
+        sound = sound and 0.0 <= seconds < np.inf
+    kinds, classes = by_kind.shape[1], len(taken)
+    change = np.zeros((classes, 3))  # a task's bytes when it starts and ends, and besides while it runs
+    for c in range(classes):
+        for k in range(kinds):
+            change[c, 0] += taken[c, k]
+            change[c, 1] += given[c, k]
+            change[c, 2] += besides[c, k]
+    level, best, later = np.zeros(groups), np.zeros(groups), np.zeros(groups)
+    for g in range(groups):
+        where[g] = -1
+        for k in range(kinds):
+            level[g] += by_kind[g, k]
+            later[g] += late[g, k]
+        best[g] = level[g]
+    waiting = np.ones(groups, np.bool_)  # for the first backward to end
+    for i in order:
+        r, c = resource[i], task_class[i]
+        ready = 0.0
+        if r >= 0:
+            ready = free[r]
+        for k in range(indptr[i], indptr[i + 1]):
+            arrival = end[predecessors[k]]
+            if lag[k] >= 0:
+                arrival += lag_s[lag[k]]
+            if arrival > ready:
+                ready = arrival
+        start[i] = ready
+        finish = ready + task_s[c]
+        end[i] = finish
+        if r >= 0:
+            free[r] = finish
+            if r < groups:
+                now = level[r] + change[c, 0]
+                if now + change[c, 2] > best[r]:
+                    best[r] = now + change[c, 2]
+                    where[r] = i
+                now += change[c, 1]
+                if waiting[r] and completes[i]:
+                    waiting[r] = False
+                    now += later[r]
+                level[r] = now
+    count = np.zeros(classes, np.int64)
+    for g in range(groups):
+        if where[g] < 0:
+            total[g] = by_kind[g].sum()
+            continue
+        first = True
+        for place in range(queue_indptr[g], queue_indptr[g + 1]):
+            task = queue[place]
+            if task == where[g]:
+                break
+            count[task_class[task]] += 1
+            if first and completes[task]:
+                first = False
+                for k in range(kinds):
+                    by_kind[g, k] += late[g, k]
+        for c in range(classes):
+            if count[c] > 0:
+                for k in range(kinds):
+                    by_kind[g, k] += count[c] * (taken[c, k] + given[c, k])
+                count[c] = 0
+        c = task_class[where[g]]
+        for k in range(kinds):
+            by_kind[g, k] += taken[c, k] + besides[c, k]
+        total[g] = by_kind[g].sum()
+    return sound
+
+
 def assign_registers(
     order: Array, indptr: Array, predecessors: Array, lag: Array, before: Array, readers: Array,
     read_indptr: Array, read: Array, read_lag: Array, write: Array,
@@ -172,6 +252,7 @@ def highest_levels(
     kinds = len(static[0])
     classes = len(start)
     taken, given, besides = np.zeros(classes), np.zeros(classes), np.zeros(classes)
+    count = np.zeros(classes, np.int64)
     for c in range(classes):
         for k in range(kinds):
             taken[c] += start[c][k]
@@ -200,13 +281,16 @@ def highest_levels(
         where[g] = queue[at]
         waiting = True
         for i in range(queue_indptr[g], at):
-            c = task_class[queue[i]]
-            for k in range(kinds):
-                by_kind[g][k] += start[c][k] + end[c][k]
+            count[task_class[queue[i]]] += 1
             if waiting and completes[queue[i]]:
                 waiting = False
                 for k in range(kinds):
                     by_kind[g][k] += late[g][k]
+        for c in range(classes):
+            if count[c] > 0:
+                for k in range(kinds):
+                    by_kind[g][k] += count[c] * (start[c][k] + end[c][k])
+                count[c] = 0
         c = task_class[queue[at]]
         for k in range(kinds):
             by_kind[g][k] += start[c][k] + within[c][k]

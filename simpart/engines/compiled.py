@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from simpart.engines._jit import compiled
-from simpart.engines._loops import highest_levels, longest_path, replay_block
+from simpart.engines._loops import highest_levels, longest_path, longest_path_held, replay_block
 from simpart.engines.result import Peaks, Times, check_durations, completes_backward
-from simpart.engines.tape import Tape, tape_of
+from simpart.engines.tape import Tape, tape_of, worth_a_tape
 from simpart.program import Durations, MemoryDeltas, Topology
 
-__all__ = ["makespans", "peaks", "times"]
+__all__ = ["makespans", "peaks", "times", "times_and_peaks"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
@@ -55,6 +55,25 @@ def times(topology: Topology, durations: Durations) -> Times:
     return Times(start_s=start, end_s=end)
 
 
+def times_and_peaks(topology: Topology, durations: Durations, memory: MemoryDeltas) -> tuple[Times, Peaks]:
+    """`times` and `peaks` in one pass."""
+    jitted = compiled(longest_path_held, topology.size)
+    if jitted is None:
+        return times(topology, durations), peaks(topology, memory)
+    start, end = np.empty((2, topology.size))
+    by_kind, where, total = memory.static.copy(), np.empty(topology.groups, dtype=np.int64), np.empty(topology.groups)
+    sound = jitted(
+        topology.order, topology.resource, topology.indptr, topology.predecessors, topology.lag, topology.task_class,
+        np.asarray(durations.task_s, dtype=np.float64), np.asarray(durations.lag_s, dtype=np.float64),
+        np.zeros(topology.resource_indptr.size - 1), start, end, topology.resource_indptr, topology.resource_order,
+        topology.groups, completes_backward(topology), memory.late, memory.start, memory.end, memory.within,
+        by_kind, where, total,
+    )  # fmt: skip
+    if not sound:
+        check_durations(topology, durations)
+    return Times(start_s=start, end_s=end), Peaks(bytes=total, by_kind=by_kind, task=where)
+
+
 def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> Floats:
     """Seconds until the last task ends for each row of `task_s` (plans × classes) and `lag_s`."""
     plans = len(task_s)
@@ -64,6 +83,9 @@ def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> 
     )
     if bad.size:
         check_durations(topology, Durations(task_s=task_s[bad[0]], lag_s=lag_s[bad[0]]))
+    if not worth_a_tape(topology, plans):
+        rows = [times(topology, Durations(task_s=task, lag_s=lag)) for task, lag in zip(task_s, lag_s, strict=True)]
+        return np.array([row.makespan_s for row in rows], dtype=np.float64)
     tape, latest = tape_of(topology), np.zeros(plans)
     jitted = compiled(
         replay_block, topology.size * plans // 64

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -58,8 +59,18 @@ def task_name(topology: Topology, task: int) -> str:
     return name if m < 0 else f"{name}, micro-batch {m}"
 
 
+_completes: WeakKeyDictionary[Topology, Bools] = WeakKeyDictionary()
+
+
 def completes_backward(topology: Topology) -> Bools:
-    """Tasks after which the gradients of a stage's parameters are there."""
+    """Tasks after which the gradients of a stage's parameters are there; found once per topology."""
+    found = _completes.get(topology)
+    if found is None:
+        found = _completes[topology] = _find_completing(topology)
+    return found
+
+
+def _find_completing(topology: Topology) -> Bools:
     kind = topology.kind
     found: Bools = (kind == int(TaskKind.BACKWARD)) | (kind == int(TaskKind.BACKWARD_WEIGHT))
     if topology.parts:  # of an action's tasks the last

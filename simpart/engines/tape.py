@@ -15,7 +15,7 @@ from simpart.engines._jit import compiled
 from simpart.engines._loops import assign_registers
 from simpart.program import Topology
 
-__all__ = ["Tape", "tape_of"]
+__all__ = ["Tape", "tape_of", "worth_a_tape"]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int32]]
 
@@ -34,6 +34,19 @@ class Tape(NamedTuple):
 
 
 _tapes: WeakKeyDictionary[Topology, Tape] = WeakKeyDictionary()
+
+
+_asked: WeakKeyDictionary[Topology, int] = WeakKeyDictionary()
+WORTH_RECORDING = 8
+"""Plans from which recording a tape is sooner done than replaying each of them without."""
+
+
+def worth_a_tape(topology: Topology, plans: int) -> bool:
+    """Whether a tape is there, or as many plans have been asked for by now as make one worth recording."""
+    if topology in _tapes:
+        return True
+    _asked[topology] = _asked.get(topology, 0) + plans
+    return _asked[topology] >= WORTH_RECORDING
 
 
 def tape_of(topology: Topology) -> Tape:
