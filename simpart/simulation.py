@@ -20,7 +20,7 @@ from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas, Program, Spread, StepFacts, Topology, streams_of
 from simpart.schedule import Rows, Schedule, check_rows
-from simpart.stochastic import sample_steps
+from simpart.stochastic import sample_steps, usual_draws
 from simpart.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ def simulate(program: Program, engine: Engine = "compiled") -> SimResult:
         device, misfits = facts.device_names[worst.group], sum(o > 0 for o in over)
         kinds = held.by_kind[worst.group]
         why = _why_infeasible(worst.stages, device, worst.device_bytes, max(over), kinds, misfits - 1)
-    low, high = np.quantile(sample_steps(program), [0.05, 0.95])
+    low, high = np.quantile(sample_steps(program, usual_draws(program)), [0.05, 0.95])
     return SimResult(
         step_s=step_s,
         interval_s=(min(float(low), step_s), max(float(high), step_s)),

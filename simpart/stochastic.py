@@ -16,13 +16,15 @@ from simpart.program import Program, TaskKind
 
 __all__ = [
     "DRAWS", "SEED", "Comparison", "Disturbances", "Failures", "Goodput", "compare", "compare_steps", "goodput",
-    "sample_steps",
+    "sample_steps", "usual_draws",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 DRAWS, SEED = 256, 0
 QUIET = 1.0
+FEWEST, TASK_DRAWS = 32, 2**29
+"""Programs of millions of tasks are sampled less often than `DRAWS`: so many tasks in all take about a second."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,11 @@ def sample_steps(
     whole = np.exp(_normal(seed, f"step {', '.join(sorted(set(facts.device_names)))}", draws) * facts.step_log_sd)
     steps: Floats = (compiled.makespans(program.topology, task_s) + facts.overhead_s) * whole
     return steps
+
+
+def usual_draws(program: Program) -> int:
+    """How many worlds tell a program's interval: `DRAWS`, fewer where it has millions of tasks."""
+    return max(FEWEST, min(DRAWS, TASK_DRAWS // max(1, program.topology.size)))
 
 
 def _normal(seed: int, name: str, draws: int) -> Floats:
