@@ -18,11 +18,12 @@ from typing import Any
 
 from simpart.errors import UserError
 from simpart.files import write_atomically
+from simpart.plan import Plan
 from simpart.plan_words import plan_words
-from simpart.problem import Problem
+from simpart.problem import Problem, Space
 from simpart.searching import Budget, Evaluated, Progress, Searcher, SearchResult, search
 
-__all__ = ["Comparison", "Entry", "candidates_csv", "compare", "figure", "reason_kinds"]
+__all__ = ["Comparison", "Entry", "beyond", "candidates_csv", "compare", "figure", "reason_kinds"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,7 +38,7 @@ class Entry:
     def best(self) -> Evaluated | None:
         return self.result.best if self.result is not None else None
 
-    def row(self, portfolio: Evaluated | None) -> dict[str, Any]:
+    def row(self, portfolio: Evaluated | None, space: Space | None = None) -> dict[str, Any]:
         """What a table says of it; times of the search stand apart, under `timing`."""
         result, best = self.result, self.best
         plan = best.candidate.plan if best is not None else None
@@ -60,6 +61,7 @@ class Entry:
             "stopped": result.stopped if result is not None else "failed",
             "plan": plan_words(plan) if plan is not None else None,
             "differs": _differs(best, portfolio),
+            "beyond_space": beyond(plan, space) if plan is not None and space is not None else [],
             "why": why,
             "timing": {
                 "search_s": result.wall_s if result is not None else None,
@@ -176,6 +178,21 @@ def _differs(best: Evaluated | None, portfolio: Evaluated | None) -> list[str]:
     mine = best.candidate.plan if best is not None else None
     other = portfolio.candidate.plan if portfolio is not None else None
     return [] if mine is None or other is None else differing_parts(mine, other)
+
+
+def beyond(plan: Plan, space: Space) -> list[str]:
+    """In what a plan goes beyond a space: some searchers have a space of their own."""
+    stages, kind = len(plan.stages), plan.schedule.kind
+    found = []
+    if any(degree > 1 for group in plan.groups for _, degree in group.sharding_axes) and space.tp == (1,):
+        found.append("kernels split")
+    if plan.state and space.zero == (0,) and space.tp == (1,):
+        found.append("state divided")
+    if kind not in space.schedules and stages > 1:
+        found.append(f"schedule {kind}")
+    if not space.min_stages <= stages <= (space.max_stages or stages):
+        found.append(f"{stages} stages")
+    return found
 
 
 def _finite(seconds: float) -> float | None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from simpart.cli import main
-from simpart.comparing import candidates_csv, compare, figure, reason_kinds
+from simpart.comparing import beyond, candidates_csv, compare, figure, reason_kinds
 from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.graph_format import save_graph
@@ -146,6 +146,18 @@ def test_figure_is_drawn(gpt: Graph, tmp_path: Path, kind: str) -> None:
     figure(tmp_path / f"f.{kind}", found, "a title")
     content = (tmp_path / f"f.{kind}").read_bytes()
     assert content.startswith(b"\x89PNG") if kind == "png" else b"random" in content
+
+
+def test_a_plan_beyond_the_stated_space_is_told(gpt: Graph) -> None:
+    from simpart.configure import Configuration, configure
+
+    problem = problem_on(gpt, 2)
+    settings: list[dict[str, Any]] = [{"pp": 2}, {"tp": 2, "schedule": "gpipe"}]
+    plain, split = (configure(problem, Configuration(**x)) for x in settings)
+    assert beyond(plain, Space()) == []
+    assert beyond(plain, Space(schedules=("gpipe",), max_stages=1)) == ["schedule 1f1b", "2 stages"]
+    assert beyond(split, Space()) == ["kernels split", "state divided"]
+    assert beyond(split, Space(tp=(1, 2))) == []
 
 
 def test_reasons_are_counted_without_their_numbers() -> None:

@@ -125,7 +125,7 @@ def comparison_document(comparison: Comparison, space: Space, budget: Budget, se
 
     portfolio = comparison.portfolio
     best = portfolio[1] if portfolio is not None else None
-    rows = [entry.row(best) for entry in comparison.entries]
+    rows = [entry.row(best, space) for entry in comparison.entries]
     step_s = best.evaluation.step_s if best is not None else None
     return {
         "bound": None,
@@ -158,7 +158,7 @@ def print_comparison(comparison: Comparison, title: str, space: Space, budget: B
 
     portfolio = comparison.portfolio
     best = portfolio[1] if portfolio is not None else None
-    out, rows = console(), [entry.row(best) for entry in comparison.entries]
+    out, rows = console(), [entry.row(best, space) for entry in comparison.entries]
     out.print(f"[bold]{escape(title)}[/bold]")
     out.print("space   " + space_words(space), markup=False)
     out.print("budget  " + budget_words(budget, seed), markup=False)
@@ -195,6 +195,8 @@ def print_comparison(comparison: Comparison, title: str, space: Space, budget: B
             out.print(f"{row['searcher']}: {row['why']}", markup=False)
         elif row["differs"]:
             out.print(f"{row['searcher']}: {'; '.join(row['differs'])}", markup=False)
+        if row["beyond_space"]:
+            out.print(f"    beyond the stated space: {', '.join(row['beyond_space'])}", markup=False)
         for why, count in list(row["infeasible"].items())[:3]:
             if not row["why"]:
                 out.print(f"    {count} infeasible: {why}", markup=False)
