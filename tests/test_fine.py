@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections import Counter
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -16,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simpart.configure import Configuration, configure
-from simpart.cost import Collective, Costs
+from simpart.cost import Collective, CollectiveTable, Costs, SignatureTable
 from simpart.costmodels import AlphaBeta, Roofline
 from simpart.engines import replay
 from simpart.errors import UserError
@@ -31,10 +32,16 @@ from simpart.plan import OpSet, Plan
 from simpart.problem import Problem
 from simpart.program import Program, TaskKind
 from simpart.schedule import Schedule
+from simpart.sharded import local_share
+from simpart.sharding.flow import Conversion, flows
+from simpart.sharding.mesh import axis_members, local_signature
+from simpart.signatures import signatures_of
 from simpart.simulation import simulate, simulate_plan
+from simpart.stochastic import Disturbances, sample_steps
 from simpart.timeline import timeline
 from simpart.trace import trace_events
 from simpart.training import TrainingSpec
+from simpart.transfers import sharing
 from tests.test_cli import document, simpart
 from tests.test_engines import reference_ends
 from tests.test_lowering import plan, problem
@@ -175,6 +182,105 @@ def test_links_may_be_shared_by_streams() -> None:
     fine = lower(gpt(32), given_plan, "fine")
     assert fine.flows is not None and fine.flows.bytes_by_class.any(axis=1).sum() > 10
     assert seconds(fine, "contention") >= seconds(fine) * (1 - 1e-9)
+
+
+def kernel_by_kernel(given_problem: Problem, given_plan: Plan, bucket_bytes: int) -> float:
+    """A step of a plan in one stage whose parameters are not gathered, told again from its flow: a clock per stream,
+    one kernel after the other."""
+    graph, cluster, group = given_problem.graph, given_problem.cluster, given_plan.groups[0]
+    (found,) = flows(given_plan, graph)
+    flat, device = graph.flat, cluster.device(0)
+    whole = signatures_of(graph, found.micro_batch)
+    table = SignatureTable(tuple(local_signature(whole[flat.kernel_class[k]], use) for k, use in found.uses.items()))
+    kernel_s = dict(zip(found.uses, given_problem.costs.compute.estimate(table, device).mean_s.tolist(), strict=True))
+    ranks = {name: axis_members(group, name) for name, _ in found.axes}
+
+    def length(collective: Collective) -> float:
+        return float(given_problem.costs.communication.estimate(CollectiveTable((collective,)), cluster).mean_s[0])
+
+    def sent(conversion: Conversion) -> list[tuple[str, Collective]]:
+        steps = [(found.axes[step.axis][0], step) for step in conversion.steps if step.kind != "local"]
+        return [
+            (a, Collective(x.kind, x.bytes, ranks[a][0], max(sharing(cluster, ranks[a])), conversion.dtype))  # type: ignore[arg-type]
+            for a, x in steps
+        ]
+
+    before: dict[int, list[tuple[str, Collective]]] = {}
+    behind: dict[int, list[tuple[str, Collective]]] = {}
+    ready: dict[int, list[list[tuple[str, Collective]]]] = {}
+    for conversion in found.conversions:
+        for value, kernel in zip(conversion.values, conversion.kernels, strict=True):
+            if conversion.role == "value":
+                before.setdefault(kernel, []).extend(sent(conversion))
+            elif conversion.role == "gradient":
+                assert conversion.per_step
+                ready.setdefault(int(flat.kernel_value_kernel[value]), []).append(sent(conversion))
+    for x in found.exchanges:
+        axis = found.axes[x.axis][0]
+        each = Collective("all_reduce", x.bytes, ranks[axis][0], max(sharing(cluster, ranks[axis])))
+        for kernel in x.kernels:
+            behind.setdefault(kernel, []).append((axis, each))
+    rows, _, accumulate = given_problem.update_prices(device)
+    added: dict[int, float] = {}
+    count = given_plan.batch.micro_batches
+    times = 1.0 if group.replicas > 1 else (count - 1) / count  # a buffer of one's own starts as the first gradient
+    for value, source in graph.parameters.items():
+        kernel = int(flat.kernel_value_kernel[graph.gradients[value]])
+        share = times * local_share(given_plan, group, source, "gradient")
+        added[kernel] = added.get(kernel, 0.0) + share * float(accumulate.seconds[rows[value]])
+
+    clock, streams, filled = 0.0, dict.fromkeys(ranks, 0.0), Counter[tuple[str, Collective]]()
+    left = Counter[tuple[str, Collective]]()
+    for several in ready.values():
+        for axis, collective in (one for steps in several for one in steps):
+            left[axis, dataclasses.replace(collective, bytes=0)] += collective.bytes
+    kernels = list(found.uses)
+    forward = sorted(k for k in kernels if flat.kernel_forward[k])
+    backward = [k for k in kernels if not flat.kernel_forward[k]]
+    backward.sort(key=lambda k: (-int(flat.op_call[flat.kernel_op[k]]), k))
+
+    def send(axis: str, collective: Collective, wait: bool) -> None:
+        nonlocal clock
+        streams[axis] = max(streams[axis], clock) + length(collective)
+        clock = streams[axis] if wait else clock
+
+    for m in range(count):
+        for kernel in forward + backward:
+            for axis, collective in before.get(kernel, ()):
+                send(axis, collective, wait=True)
+            clock += kernel_s[kernel] + (0.0 if flat.kernel_forward[kernel] else added.get(kernel, 0.0))
+            for axis, collective in behind.get(kernel, ()):
+                send(axis, collective, wait=True)
+            for steps in ready.get(kernel, ()) if m == count - 1 else ():
+                ((axis, collective),) = steps
+                kind = (axis, dataclasses.replace(collective, bytes=0))
+                for _ in range(collective.bytes):
+                    filled[kind] += 1
+                    left[kind] -= 1
+                    if filled[kind] == bucket_bytes or left[kind] == 0:
+                        send(axis, dataclasses.replace(collective, bytes=filled.pop(kind)), wait=False)
+    return max(clock, *streams.values())
+
+
+@pytest.mark.parametrize("more", [{"dp": 4, "zero": 1}, {"dp": 4, "vocab_parallel": False}, {"dp": 1, "sp": True}])
+def test_a_stage_is_its_kernels_one_after_the_other(more: dict[str, Any]) -> None:
+    given_problem = gpt(8)
+    given_plan = configure(given_problem, Configuration(tp=2, pp=1, **more))
+    fine = lower(given_problem, given_plan, "fine", FineSettings(bucket_bytes=5000))
+    times, kind = replay(fine)[0], fine.topology.kind
+    until = times.end_s[(kind < TaskKind.OPTIMIZER) & (fine.topology.stage >= 0)].max()  # the norm and updates follow
+    assert until == pytest.approx(kernel_by_kernel(given_problem, given_plan, 5000), rel=1e-9)
+
+
+def test_slow_devices_and_links_slow_kernels_and_collectives() -> None:
+    fine = lower(gpt(32), configure(gpt(32), Configuration(tp=2, pp=2, dp=2)), "fine")
+    quiet = seconds(fine)
+    slow = sample_steps(fine, 64, disturbances=Disturbances(straggler_share=1.0, straggler_factor=2.0)).mean()
+    both = sample_steps(
+        fine, 64,
+        disturbances=Disturbances(straggler_share=1.0, straggler_factor=2.0, link_share=1.0, link_factor=3.0),
+    ).mean()  # fmt: skip
+    assert quiet < slow < both < 3.5 * quiet
 
 
 # --- gradients in buckets ---------------------------------------------------------------------------------------------
