@@ -89,7 +89,7 @@ class FamilyModel:
         near = self.nearest(sheet)
         if distance(self.sheets[near], sheet) < SIBLING:
             return "sibling"
-        for name in ("peak", "bandwidth"):
+        for name in ("bandwidth",) if self.family.startswith("memory") else ("peak", "bandwidth"):
             known = [getattr(s, name)[0] for s in self.sheets.values()]
             if not min(known) / FAR <= getattr(sheet, name)[0] <= max(known) * FAR:
                 return "far"
@@ -119,7 +119,10 @@ class FamilyModel:
             return np.zeros(len(rows))
         columns = columns_of(FAMILY_MODELS[self.family], rows, analytic, like)
         found = self.boost.predict(columns)
-        return found + self.alone[device].predict(columns) if device in self.alone else found
+        alone = None if device is None else self.alone.get(device)
+        if alone is not None:
+            found += alone.predict(columns)
+        return found
 
     def predict(self, rows: Rows, device: str, floor_s: float | None = None) -> Prediction:
         """Rows of one device, whose sheet has one entry. A measured floor of a device not trained on replaces the

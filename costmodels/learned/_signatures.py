@@ -120,10 +120,10 @@ def _grouped(signature: Signature) -> Question | None:
     size = float(DTYPE_BYTES[a.dtype])
     if len(b.shape) == 3 and len(out.shape) == 2:
         groups, (rows, inner), columns = b.shape[0], a.shape, out.shape[1]
-        sizes = (groups, max(1.0, rows / groups), columns, inner)
+        sizes = (float(groups), max(1.0, rows / groups), float(columns), float(inner))
     elif len(b.shape) == 2 and len(out.shape) == 3:
         groups, rows, columns = out.shape
-        sizes = (groups, rows, columns, max(1.0, a.shape[1] / groups))
+        sizes = (float(groups), float(rows), float(columns), max(1.0, a.shape[1] / groups))
     else:
         return None
     return Question("gemm16", (*sizes, size, float(DTYPE_BYTES[out.dtype])), prior_sd=_GROUPED_SD)

@@ -155,8 +155,8 @@ def _print(found: Device | Cluster, as_json: bool) -> None:
         where = f"{level.name} (in a host)" if level.inside_host else level.name
         sources = "; ".join(f"{key}: {text}" for key, text in level.sources)
         rate, latency = _rounded(level.bytes_per_s, "B/s"), _rounded(level.latency_s, "s")
-        rows = validated[level.name]
-        model = f"validated on {rows} rows" if rows else "never validated"
+        count = validated[level.name]
+        model = f"validated on {count} rows" if count else "never validated"
         table.add_row(where, str(level.size), level.kind, rate, latency, str(level.shared_by), model, sources)
     _show(table)
     for device in found.kinds:
