@@ -27,11 +27,12 @@ from simpart.plan import Plan
 from simpart.program import Durations, MemoryDeltas, Program, TaskKind, Topology
 from simpart.sharded import bucketed
 from simpart.sharding.mesh import axis_members
-from simpart.topology import KINDS
 
 __all__ = ["lower_fine"]
 
 Floats = npt.NDArray[np.float64]
+KINDS = "FBIW"
+"""Actions by the number of their `TaskKind`."""
 ALONE = (True, True)
 SEND, REDUCE, OPTIMIZER, COLLECTIVE = map(int, (
     TaskKind.SEND, TaskKind.REDUCE, TaskKind.OPTIMIZER, TaskKind.COLLECTIVE

@@ -141,8 +141,8 @@ def _tails(
     base: Topology, rows: int, first: Ints, rank: Ints, group: Ints, stream: Ints, axes: int
 ) -> tuple[Ints, Ints]:
     """The first task of each group behind its actions waits for all that its streams have begun before."""
-    targets: list[Ints] = []
-    sources: list[Ints] = []
+    targets: list[int] = []
+    sources: list[int] = []
     ends = np.flatnonzero(base.kind[:rows] >= TaskKind.REDUCE)
     _, at = np.unique(base.resource[ends], return_index=True)
     for i in ends[at].tolist():
