@@ -121,6 +121,22 @@ class Situations:
     )
     """What may come after devices in use and a stage, as far as it was asked for, on machines in the order given."""
 
+    def restricted(self, own: Mapping[Profile, int], wanted: Mapping[Profile, int]) -> Situations:
+        """The same with steps of some choices alone: `own` are the numbers of the choices here, `wanted` those there.
+
+        Situations that these do not reach are kept; no step leads to them.
+        """
+        renumbered = np.full(max(own.values(), default=0) + 1, -1, dtype=np.int64)
+        for each, k in wanted.items():
+            renumbered[own[each]] = k
+        kept = renumbered[self.ends[1]] >= 0
+        end_number = np.cumsum(kept) - 1
+        ends = self.ends[:, kept]
+        ends[1] = renumbered[ends[1]]
+        steps = self.steps[:, kept[self.steps[1]]]
+        steps[1] = end_number[steps[1]]
+        return Situations(ways=self.ways, numbers=self.numbers, steps=steps, ends=ends, full=self.full)
+
 
 def situations(
     machines: Sequence[int],

@@ -189,12 +189,19 @@ class Dapple:
         self._tables: dict[float, list[Floats]] = {}
         self._plans: dict[tuple[float, int], tuple[DappleStage, ...]] = {}
 
-    def best(self, stage_count: int, *, below: float = math.inf) -> DapplePlan | None:
-        """A plan of least latency with this number of stages on all devices; None if there is none, or none `below`."""
+    def best(self, stage_count: int, *, below: float = math.inf, relaxed: Dapple | None = None) -> DapplePlan | None:
+        """A plan of least latency with this number of stages on all devices; None if there is none, or none `below`.
+
+        `relaxed` is a problem with fewer situations that bounds this one from below.
+        """
         if not 1 <= stage_count <= self.most_stages:
             return None
         cap, value_s, _ = least_sum_and_maximum(
-            self.caps, self.micro_batches - 1, lambda cap: self._least(cap, stage_count), below=below
+            self.caps,
+            self.micro_batches - 1,
+            lambda cap: self._least(cap, stage_count),
+            below=below,
+            relaxed=None if relaxed is None else lambda cap: relaxed._total(cap, stage_count),
         )
         if value_s == math.inf:
             return None
@@ -344,12 +351,18 @@ class DappleSearcher:
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
         """The best plans of every number of stages; a reason where none fits."""
         across = len(list(problem.cluster.hosts())) > 1
+        everywhere: dict[tuple[Any, ...], tuple[dict[Profile, int], Situations]] = {}
         places: dict[tuple[Any, ...], Situations] = {}
 
         def planner(costs: DappleCosts, machines: Sequence[int], micro_batches: int, most: int) -> Dapple:
             key = tuple(machines), costs.kinds, tuple(costs.choices)
             if key not in places:
-                places[key] = situations(machines, costs.choices, check=control.check, kinds=costs.kinds)
+                known, _ = everywhere.get(key[:2], ({}, None))
+                if not costs.choices.keys() <= known.keys():
+                    numbers = {each: k for k, each in enumerate(dict.fromkeys((*known, *costs.choices)))}
+                    found = situations(machines, numbers, check=control.check, kinds=costs.kinds)
+                    everywhere[key[:2]] = numbers, found
+                places[key] = everywhere[key[:2]][1].restricted(everywhere[key[:2]][0], costs.choices)
             return Dapple(costs, machines, micro_batches, most_stages=most, places=places[key], check=control.check)
 
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
@@ -368,9 +381,10 @@ class DappleSearcher:
 
             def best(count: int, below_s: float, most: int) -> Answer | None:
                 """Where no plan is good enough even if all devices were on one machine, none is on these."""
-                if kinds is None and len(machines) > 1 and near(most).best(count, below=below_s) is None:
+                together = near(most) if kinds is None and len(machines) > 1 else None
+                if together is not None and together.best(count, below=below_s) is None:
                     return None
-                return self._answer(exact(most).best(count, below=below_s), machines)
+                return self._answer(exact(most).best(count, below=below_s, relaxed=together), machines)
 
             return below_cutoffs(least, below, best)
 
