@@ -152,7 +152,8 @@ class ActionCosts:
         if sharded >= 0:
             times *= local_parts(layout.graph, plan, group).gradient[values]
         chosen = np.array([rows[v] for v in values], dtype=np.int64)
-        return accumulate.total(np.bincount(chosen, weights=times, minlength=accumulate.seconds.size))
+        total = np.bincount(chosen, weights=times, minlength=accumulate.seconds.size)
+        return accumulate.total(total.astype(np.float64))
 
 
 def _counts(graph: Graph, ops: Ints) -> Floats:

@@ -41,7 +41,8 @@ class UseCounts:
 
     def total(self, weights: Floats) -> Amount:
         """The sum over the flow's kernels, each taken `weights` times (by kernel of the flow)."""
-        return self.amounts.total(np.bincount(self.row, weights=weights, minlength=self.amounts.seconds.size))
+        times = np.bincount(self.row, weights=weights, minlength=self.amounts.seconds.size)
+        return self.amounts.total(times.astype(np.float64))
 
 
 @dataclass(slots=True)

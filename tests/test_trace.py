@@ -12,7 +12,7 @@ import pytest
 from simpart.errors import FormatError
 from simpart.simulation import SimResult, simulate_plan
 from simpart.trace import load_trace, save_trace
-from simpart.validate._timeline import predicted_timelines, trace_of
+from simpart.validate._timeline import Event, predicted_timelines, trace_of
 from tests.test_lowering import plan, problem
 from tests.toy_graphs import UnitLinks, chain, costs
 
@@ -108,7 +108,9 @@ def test_other_files_are_no_traces(content: str, tmp_path: Path) -> None:
 def test_measured_and_predicted_steps_stand_in_one_trace_lane_by_lane(result: SimResult, tmp_path: Path) -> None:
     """A rank's two lanes name the same actions, in one process, and the file loads back."""
     predicted = predicted_timelines(result)
-    slower = [[{**e, "start_s": 2 * e["start_s"], "end_s": 2 * e["end_s"]} for e in lane] for lane in predicted]
+    slower: list[list[Event]] = [
+        [{**e, "start_s": 2 * e["start_s"], "end_s": 2 * e["end_s"]} for e in lane] for lane in predicted
+    ]
     path = tmp_path / "both.json"
     path.write_text(json.dumps(trace_of(slower, predicted)), encoding="utf-8")
     events = load_trace(path)

@@ -84,8 +84,8 @@ def makespans(topology: Topology, task_s: Table, lag_s: Table | None = None) -> 
     if bad.size:
         check_durations(topology, Durations(task_s=task_s[bad[0]], lag_s=lag_s[bad[0]]))
     if not worth_a_tape(topology, plans):
-        rows = [times(topology, Durations(task_s=task, lag_s=lag)) for task, lag in zip(task_s, lag_s, strict=True)]
-        return np.array([row.makespan_s for row in rows], dtype=np.float64)
+        one_by_one = (Durations(task_s=task, lag_s=lag) for task, lag in zip(task_s, lag_s, strict=True))
+        return np.array([times(topology, durations).makespan_s for durations in one_by_one], dtype=np.float64)
     tape, latest = tape_of(topology), np.zeros(plans)
     jitted = compiled(
         replay_block, topology.size * plans // 64
