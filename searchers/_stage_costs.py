@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -390,21 +390,26 @@ class ChainProblem:
         totals: dict[tuple[int, ...], Floats] = {}
         for value, read in readers.items():
             state, row = state_of(self.graph, self.problem.training, [value]), row_of.get(value)
-            own = totals.setdefault(tuple(sorted(read)), np.zeros(5))
-            own[:4] += (
+            own = totals.setdefault(tuple(sorted(read)), np.zeros(6))
+            besides = update_transient_bytes(self.problem.training, self.kinds[kind], state)
+            together = update_transient_bytes(  # what the update holds of all parameters, not of one after the other
+                self.problem.training, self.kinds[kind], replace(state, largest_elements=0)
+            )
+            own[:5] += (
                 state.parameters + state.gradients + state.optimizer_state,
                 state.gradients,
                 0.0 if row is None else updates.seconds[row],
                 0.0 if row is None else accumulations.seconds[row],
+                together,
             )
-            own[4] = max(own[4], update_transient_bytes(self.problem.training, self.kinds[kind], state))
-        sums, update = np.zeros((4, *self.sets.nested.shape)), np.zeros(self.sets.nested.shape)
+            own[5] = max(own[5], besides - together)
+        sums, largest = np.zeros((5, *self.sets.nested.shape)), np.zeros(self.sets.nested.shape)
         for blocks_, own in totals.items():
             reads = self.sets.any_of(blocks_)
-            sums += own[:4, None, None] * reads
-            np.maximum(update, own[4] * reads, out=update)
+            sums += own[:5, None, None] * reads
+            np.maximum(largest, own[5] * reads, out=largest)
         names = ("all", "gradients", "update_s", "accumulate_s")
-        return dict(zip(names, sums, strict=True)) | {"update": update}
+        return dict(zip(names, sums, strict=False)) | {"update": sums[4] + largest}
 
     def _curve(self, kind: CollectiveKind, ranks: tuple[int, ...], concurrent: int, size: Floats) -> Floats:
         """Seconds by bytes, read off the communication model at powers of two and linear in between; nothing sent
