@@ -13,10 +13,12 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
+
+from simpart.searchers._uncoarsen import uncoarsen
 
 __all__ = ["OpDag", "block_numbers", "blocks", "clones_of", "crossing_values"]
 
@@ -61,16 +63,21 @@ def blocks(
     limit_bytes: float = math.inf,
     released: bool = False,
     connected: bool = False,
+    uncoarsening: bool = False,
 ) -> list[Integers]:
     """Sorted op indices of at most `most` blocks, in chain order, without clones; more only where memory forbids less.
 
     `seconds_per_byte` prices what crosses between blocks. `released`: coarsening down to 5 nodes and greedy compaction
     alone, as published. `connected`: no block holds ops of branches that do not meet in it; there may be more blocks.
+    `uncoarsening`: coarse nodes exchange parts where that saves transfers (see `uncoarsen`).
     """
     if most < 1:
         raise ValueError(f"the number of blocks must be at least 1, got {most}")
     contraction = _Contraction(dag)
-    _coarsen(contraction, 5 if released else SPARE_NODES * most, seconds_per_byte, limit_bytes)
+    levels = [contraction.nodes_of_ops(dag.size)]
+    _coarsen(contraction, 5 if released else SPARE_NODES * most, seconds_per_byte, limit_bytes, levels)
+    if uncoarsening and len(levels) > 1:
+        contraction = _uncoarsened(dag, levels, limit_bytes)
     chain = _compact(contraction, most if released else SPARE_NODES * most, limit_bytes, connected)
     if len(chain) > most and not released:
         chain = _balance(contraction, chain, most, seconds_per_byte, limit_bytes, connected)
@@ -179,6 +186,13 @@ class _Contraction:
         """All nodes in topological order."""
         return [node for node in self.order if node is not None]
 
+    def nodes_of_ops(self, ops: int) -> Integers:
+        """The node of each op, -1 for clones."""
+        found = np.full(ops, -1, dtype=np.int64)
+        for node, inside in self.members.items():
+            found[inside] = node
+        return found
+
     def shared_time_s(self, first: int, second: int) -> float:
         """Time of clones that both need, and that a merge runs once."""
         common = self.clones[first] & self.clones[second]
@@ -228,11 +242,25 @@ class _Contraction:
         self.position.update({node: at for at, node in enumerate(moved, low) if node is not None})
 
 
-def _coarsen(graph: _Contraction, at_least: int, seconds_per_byte: float, limit_bytes: float) -> None:
+def _uncoarsened(dag: OpDag, levels: Sequence[Integers], limit_bytes: float) -> _Contraction:
+    edges = dag.edge_source, dag.edge_target, dag.edge_value
+    node = uncoarsen(levels, edges, dag.value_bytes, dag.time_s, dag.memory_bytes, limit_bytes)
+    first = np.arange(dag.size)
+    for _, ops in itertools.groupby(np.argsort(node, kind="stable").tolist(), key=lambda op: int(node[op])):
+        together = list(ops)
+        if node[together[0]] >= 0:
+            first[together] = min(together)
+    return _Contraction(replace(dag, group=first))
+
+
+def _coarsen(
+    graph: _Contraction, at_least: int, seconds_per_byte: float, limit_bytes: float, levels: list[Integers]
+) -> None:
     """Passes of matching until few nodes are left or a pass changes nothing.
 
     In a pass each node, lightest first, joins the unmatched successor that saves most (shared clones and transfer),
-    unless the two together are heavier than the mean plus two deviations of this level.
+    unless the two together are heavier than the mean plus two deviations of this level. `levels` gets the node of each
+    op after every pass.
     """
     while len(graph.time_s) > max(at_least, 3):
         graph.renumber()
@@ -267,6 +295,7 @@ def _coarsen(graph: _Contraction, at_least: int, seconds_per_byte: float, limit_
                 graph.merge(node, *best[1:])
         if len(graph.time_s) == left:
             return
+        levels.append(graph.nodes_of_ops(len(levels[0])))
 
 
 def _compact(graph: _Contraction, most: int, limit_bytes: float, connected: bool) -> list[list[int]]:

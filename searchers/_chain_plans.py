@@ -117,6 +117,7 @@ def chain_cases(
     *,
     most_blocks: int = 32,
     most_sets: int = 0,
+    uncoarsening: bool = False,
     recompute: Iterable[bool] | None = None,
     fewer_devices: bool = True,
 ) -> Iterator[list[ChainCase]]:
@@ -125,7 +126,7 @@ def chain_cases(
     choices = [r == "full" for r in space.recompute] if recompute is None else list(recompute)
     counts = micro_batch_counts(problem)
     for graph, micro_batch in graphs_of(problem):
-        chain = ChainProblem(problem, graph, micro_batch, most_blocks, most_sets)
+        chain = ChainProblem(problem, graph, micro_batch, most_blocks, most_sets, uncoarsening)
         cases: dict[str, list[ChainCase]] = {schedule: [] for schedule in space.schedules}
         for shape in pipeline_shapes(problem, counts, choices, fewer_devices):
             control.check()

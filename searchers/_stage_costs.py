@@ -84,7 +84,15 @@ class ChainProblem:
     at most `most_sets` for some number of blocks, all sets of blocks closed under predecessors (see BlockSets).
     """
 
-    def __init__(self, problem: Problem, graph: Graph, micro_batch: int, most_blocks: int, most_sets: int = 0) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        graph: Graph,
+        micro_batch: int,
+        most_blocks: int,
+        most_sets: int = 0,
+        uncoarsening: bool = False,
+    ) -> None:
         self.problem = problem
         self.graph = graph
         self.kinds = problem.cluster.kinds
@@ -92,7 +100,7 @@ class ChainProblem:
         self.limit_bytes = float(max(d.usable_bytes for d in self.kinds))
         self.least_samples = 1 if problem.graph.at(1) is graph else 2
         self.dag = dag_of(problem, graph, micro_batch, self.kinds[self.slowest])
-        self.chain, self.sets = self._cut(most_blocks, most_sets)
+        self.chain, self.sets = self._cut(most_blocks, most_sets, uncoarsening)
         self.block_of = self._block_of_every_op()
         self.recomputed = np.isin(graph.flat.op_call, layer_calls(graph))
 
@@ -101,7 +109,7 @@ class ChainProblem:
         """Number of blocks."""
         return len(self.chain)
 
-    def _cut(self, most_blocks: int, most_sets: int) -> tuple[list[Integers], BlockSets]:
+    def _cut(self, most_blocks: int, most_sets: int, uncoarsening: bool) -> tuple[list[Integers], BlockSets]:
         """Blocks and their sets: fewer blocks where that makes few enough."""
         price = self._seconds_per_byte()
         for most in (most_blocks, most_blocks // 2, most_blocks // 3, most_blocks // 4) if most_sets else ():
@@ -113,7 +121,7 @@ class ChainProblem:
                 return chain, BlockSets.of_graph(len(chain), edges, most_sets)
             except UnsupportedError:
                 continue
-        chain = blocks(self.dag, most_blocks, seconds_per_byte=price)
+        chain = blocks(self.dag, most_blocks, seconds_per_byte=price, uncoarsening=uncoarsening)
         return chain, BlockSets.of_chain(len(chain))
 
     def ops(self, start: int, end: int) -> Integers:

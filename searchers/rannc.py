@@ -51,6 +51,7 @@ class Rannc:
     name: str = "rannc"
     objective: str = "lock-step estimate with transfers, plus the longest gradient all-reduce"
     most_blocks: int = 32
+    uncoarsening: bool = False
     keep: int = 3
     near: float = 1.15  # lock-step was at most 14 % above the makespan of GPipe in random cases without transfers
     refined_leaders: int = 3
@@ -69,7 +70,7 @@ class Rannc:
                 for count, best in found.items()
             }
 
-        groups = chain_cases(problem, control, most_blocks=self.most_blocks)
+        groups = chain_cases(problem, control, most_blocks=self.most_blocks, uncoarsening=self.uncoarsening)
         candidates = propose_answers(
             problem, control, groups, answers, keep=self.keep, near=self.near,
             proposed=lambda plan, case, answer: made.update({plan: (case, answer)}),

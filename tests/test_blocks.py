@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,6 +11,7 @@ from hypothesis import strategies as st
 
 from simpart.searchers._block_sets import BlockSets
 from simpart.searchers._blocks import OpDag, blocks, clones_of, crossing_values
+from simpart.searchers._uncoarsen import uncoarsen
 
 
 def dag_of(
@@ -60,11 +63,13 @@ def reachable(dag: OpDag) -> np.ndarray[tuple[int, ...], np.dtype[np.bool_]]:
 
 
 @settings(max_examples=150, deadline=None)
-@given(dag=dags(), most=st.integers(1, 9), released=st.booleans(), price=st.sampled_from([0.0, 0.1]))
+@given(
+    dag=dags(), most=st.integers(1, 9), released=st.booleans(), price=st.sampled_from([0.0, 0.1]), back=st.booleans()
+)
 def test_blocks_partition_the_ops_into_convex_sets_in_topological_order(
-    dag: OpDag, most: int, released: bool, price: float
+    dag: OpDag, most: int, released: bool, price: float, back: bool
 ) -> None:
-    chain = blocks(dag, most, released=released, seconds_per_byte=price)
+    chain = blocks(dag, most, released=released, seconds_per_byte=price, uncoarsening=back)
     own = np.flatnonzero(~dag.cloned)
     assert sorted(np.concatenate(chain).tolist()) == own.tolist()
     assert len(chain) <= most
@@ -175,3 +180,36 @@ def test_sums_over_closed_sets_are_those_of_their_blocks(dag: OpDag, most: int, 
         assert both[s, t] == per_pair[np.ix_(stage, stage)].sum()
         assert entering[s, t] == sum(x for (m, r), x in size_of.items() if m not in stage and set(r) & set(stage))
         assert leaving[s, t] == sum(x for (m, r), x in size_of.items() if m in stage and set(r) - set(stage))
+
+
+def test_uncoarsening_moves_a_part_to_the_side_where_it_is_read() -> None:
+    # 0 -> 1 -> 2 -> 3 was coarsened to {0, 1} and {2, 3}, but little crosses behind op 0 and much behind op 1.
+    levels = [np.arange(4), np.array([0, 0, 2, 2])]
+    edges = np.array([0, 1, 2]), np.array([1, 2, 3]), np.array([0, 1, 2])
+    value_bytes, ones = np.array([1.0, 50.0, 5.0]), np.array([1.0, 1.0, 1.0, 1.0])
+    assert uncoarsen(levels, edges, value_bytes, ones, ones, math.inf).tolist() == [0, 0, 2, 2]  # too heavy
+    light = np.array([2.0, 0.5, 0.5, 0.5])
+    assert uncoarsen(levels, edges, value_bytes, light, ones, math.inf).tolist() == [0, 2, 2, 2]
+    assert uncoarsen(levels, edges, value_bytes, light, ones, 2.5).tolist() == [0, 0, 2, 2]
+
+
+def test_uncoarsening_keeps_an_order_of_nodes() -> None:
+    # Op 1 would save most beside op 3, but 2 reads 0 and 3 reads 2: {1, 3} and {0, 2} must not feed one another.
+    levels = [np.arange(5), np.array([0, 0, 2, 3, 3])]
+    edges = np.array([0, 1, 1, 2, 3]), np.array([1, 2, 3, 3, 4]), np.array([0, 1, 4, 2, 3])
+    ones = np.ones(5)
+    moved = uncoarsen(levels, edges, np.array([1.0, 9.0, 1.0, 1.0, 30.0]), np.array([4.0, 1, 1, 1, 1]), ones, math.inf)
+    assert moved[1] != moved[3] or moved[2] == moved[3]
+
+
+@settings(max_examples=40, deadline=None)
+@given(dag=dags())
+def test_blocks_of_connected_ops_alone_when_asked(dag: OpDag) -> None:
+    for ops in blocks(dag, 3, connected=True):
+        reach = {int(ops[0])}
+        inside = set(ops.tolist())
+        pairs = [(a, b) for a, b in zip(dag.edge_source.tolist(), dag.edge_target.tolist(), strict=True)]
+        pairs += list(enumerate(dag.group.tolist()))
+        for _ in inside:
+            reach |= {x for pair in pairs if set(pair) <= inside and set(pair) & reach for x in pair}
+        assert reach == inside
