@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 
 from simpart.configure import Configuration, configure
+from simpart.costmodels import AlphaBeta
 from simpart.graph_cache import captured
-from simpart.hardware import Cluster, load_cluster
+from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
 from simpart.plan import Plan
 from simpart.problem import Problem, Space
@@ -54,8 +55,8 @@ FIGURE_10: dict[str, tuple[str, int, dict[str, str]]] = {
     ),
 }  # fmt: skip
 METHODS = (
-    "tofu", "tofu_seconds", "tofu_equalchop", "tofu_icml18", "tofu_spartan", "tofu_allrow", "tofu_data_parallel",
-    "tofu_one_weird_trick",
+    "tofu", "tofu_shared", "tofu_seconds", "tofu_equalchop", "tofu_icml18", "tofu_spartan", "tofu_allrow",
+    "tofu_data_parallel", "tofu_one_weird_trick",
 )  # fmt: skip
 FRACTIONS = (  # figure, model, batch of an ideal device, batches that Tofu may take, published samples/s of both
     ("8: WResNet-50-4", "wide_resnet:depth=50,factor=4", 128, (128,), 47, 41),
@@ -72,22 +73,17 @@ FRACTIONS = (  # figure, model, batch of an ideal device, batches that Tofu may 
 )
 
 
-def clusters() -> dict[str, Cluster]:
-    """The machine with its eight devices behind one bus, and with a link of the same rate for each of them."""
-    shared = load_cluster("p2.8xlarge")
-    levels = tuple(replace(x, kind="switch") if x.kind == "shared" else x for x in shared.levels)
-    return {"shared": shared, "own": replace(shared, levels=levels)}
-
-
-def problem_of(model: str, batch: int, cluster: Cluster) -> Problem:
+def problem_of(model: str, batch: int, own_links: bool = False) -> Problem:
+    """Links as learned for the machine's one bus; or each device its own, at the data sheet's rate."""
+    cluster = load_cluster("p2.8xlarge")
+    costs = default_costs(cluster, profiles=False)
+    if own_links:
+        levels = tuple(replace(x, kind="switch") if x.kind == "shared" else x for x in cluster.levels)
+        cluster, costs = replace(cluster, levels=levels), replace(costs, communication=AlphaBeta())
     return Problem(
-        graph=captured(parse_model(model), "float32"),
-        training=TrainingSpec(precision="float32", optimizer="momentum"),
-        cluster=cluster,
-        costs=default_costs(cluster, profiles=False),
-        global_batch=batch,
-        space=Space(max_micro_batches=1),
-    )
+        graph=captured(parse_model(model), "float32"), training=TrainingSpec(precision="float32", optimizer="momentum"),
+        cluster=cluster, costs=costs, global_batch=batch, space=Space(max_micro_batches=1),
+    )  # fmt: skip
 
 
 def proposed(problem: Problem, name: str) -> tuple[Plan | None, str]:
@@ -125,8 +121,8 @@ def figure10() -> list[dict[str, Any]]:
     rows = []
     for workload, (model, batch, published) in FIGURE_10.items():
         for name in METHODS:
-            for links, cluster in clusters().items():
-                problem = problem_of(model, batch, cluster)
+            for links in ("shared", "own"):
+                problem = problem_of(model, batch, links == "own")
                 if links == "shared" or name == "tofu_seconds":
                     plan, why = proposed(problem, name)
                 if plan is None:
@@ -173,22 +169,21 @@ def step_of(result: SimResult) -> dict[str, float]:
 def figures8and9() -> list[dict[str, Any]]:
     rows = []
     for name, model, batch, batches, ideal, tofu in FRACTIONS:
-        cluster = clusters()["own"]
-        problem = problem_of(model, batch, cluster)
+        problem = problem_of(model, batch, own_links=True)
         alone = simulate_plan(problem, configure(problem, Configuration(dp=1, micro_batch=batch)))
-        ideal_rate = cluster.size * batch / alone.step_s
+        ideal_rate = problem.cluster.size * batch / alone.step_s
         row: dict[str, Any] = {
             "figure": name, "published_ideal": ideal, "published_tofu": tofu, "published": tofu / ideal,
             "ideal": ideal_rate,
         }  # fmt: skip
         for size in batches:
-            smaller = problem_of(model, size, cluster)
+            smaller = problem_of(model, size, own_links=True)
             plan, _ = proposed(smaller, "tofu")
             if plan is None:
                 continue
             result = simulate_plan(smaller, plan)
             if result.feasible or size == batches[-1]:
-                shared = simulate_plan(problem_of(model, size, clusters()["shared"]), plan)
+                shared = simulate_plan(problem_of(model, size), plan)
                 row |= {
                     "batch": size, "tofu": result.samples_per_s, "fraction": result.samples_per_s / ideal_rate,
                     "fraction_shared": shared.samples_per_s / ideal_rate, "peak_bytes": result.peak_bytes,
@@ -250,7 +245,8 @@ def page(document: dict[str, Any]) -> str:
         rows = [
             [r["figure"], f"{r['published_tofu']:g} / {r['published_ideal']:g}", f"{100 * r['published']:.0f} %",
              f"{r['tofu']:.3g} / {r['ideal']:.3g}", f"{100 * r['fraction']:.0f} %",
-             f"{100 * r['fraction_shared']:.0f} %", str(r["batch"]), f"{r['peak_bytes'] / 2**30:.1f} GiB" + (", does not fit" if r["over"] else "")]
+             f"{100 * r['fraction_shared']:.0f} %", str(r["batch"]),
+             f"{r['peak_bytes'] / 2**30:.1f} GiB" + (", does not fit" if r["over"] else "")]
             for r in document["figures8and9"]
         ]  # fmt: skip
         head = (

@@ -24,6 +24,7 @@ State = tuple[int, ...]
 """Per group the number of its state: the regions that its nodes are left with."""
 Assignment = tuple[Placement | Request, ...]
 """Per node of a group: how a value is cut, or what a kernel is asked."""
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Wish = tuple[bool, int, Shard]
 Weigh = Callable[[int, Placement, Placement, float], float]
 """(number of the step, how it lies, how it is needed, bytes received in one group) to cost."""
@@ -48,29 +49,31 @@ class Domain:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step from one state: its graph, and the domains behind its variables."""
+    """A step from one state: its graph, and the domains behind its first variables; further ones are gathers that
+    several kernels share."""
 
     graph: CostGraph
     domains: tuple[Domain, ...]
 
     def following(self, choice: Sequence[int]) -> State:
-        return tuple(d.following[x] for d, x in zip(self.domains, choice, strict=True))
+        return tuple(d.following[x] for d, x in zip(self.domains, choice, strict=False))
 
     @property
     def tasted(self) -> CostGraph:
         """The graph in which the better of equals is cheaper."""
-        return replace(self.graph, unary=tuple(d.unary + d.taste for d in self.domains))
+        more = self.graph.unary[len(self.domains) :]
+        return replace(self.graph, unary=(*(d.unary + d.taste for d in self.domains), *more))
 
     def taste(self, choice: Sequence[int]) -> float:
-        return sum(float(d.taste[x]) for d, x in zip(self.domains, choice, strict=True))
+        return sum(float(d.taste[x]) for d, x in zip(self.domains, choice, strict=False))
 
     def cost(self, choice: Sequence[int]) -> float:
         """Of a choice."""
-        total = sum(float(d.unary[x]) for d, x in zip(self.domains, choice, strict=True))
+        total = sum(float(d.unary[x]) for d, x in zip(self.domains, choice, strict=False))
         return total + sum(float(table[choice[i], choice[j]]) for i, j, table in self.graph.edges)
 
     def assignments(self, choice: Sequence[int]) -> tuple[Assignment, ...]:
-        return tuple(d.assignments[x] for d, x in zip(self.domains, choice, strict=True))
+        return tuple(d.assignments[x] for d, x in zip(self.domains, choice, strict=False))
 
 
 @dataclass(slots=True)
@@ -93,6 +96,7 @@ class Steps:
     _links: dict[tuple[int, int], list[Link]] = field(default_factory=dict)
     _strided: dict[int, dict[tuple[int, int], None]] = field(default_factory=dict)
     _dims: dict[int, set[int]] = field(default_factory=dict)
+    _whole: dict[object, Bools] = field(default_factory=dict)
     _requests: dict[tuple[object, int, int], tuple[Request, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -163,12 +167,55 @@ class Steps:
     def step(self, state: State, level: int) -> Step:
         """The cost graph of a step from this state."""
         domains = tuple(self.domain(g, number, level) for g, number in enumerate(state))
-        edges = []
+        unary, edges = [d.unary for d in domains], list[tuple[int, int, Table]]()
+        gathers = self._gathers(state, domains, level) if self.rules.share else []
+        once = frozenset(link for _, links in gathers for link in links)
         for a, b in self.linked:
-            table = self.table(domains[a], domains[b])
+            table = self.table(domains[a], domains[b], once)
             if table.any():
                 edges.append((a, b, table))
-        return Step(CostGraph(unary=tuple(d.unary for d in domains), edges=tuple(edges)), domains)
+        for paid, links in gathers:  # 0: not gathered, 1: gathered for all of these readers
+            unary.append(np.zeros(2))
+            edges.append((self.work.group_of[self.work.node_of_value(links[0].value)], len(unary) - 1, paid))
+            for link in links:
+                group = self.work.group_of[link.kernel]
+                needs = self._needs_whole(domains[group], link)
+                edges.append((group, len(unary) - 1, np.where(needs[:, None] & [True, False], np.inf, 0.0)))
+        return Step(CostGraph(unary=tuple(unary), edges=tuple(edges)), domains)
+
+    def _gathers(self, state: State, domains: Sequence[Domain], level: int) -> list[tuple[Table, tuple[Link, ...]]]:
+        """Values that several kernels may need whole, in the same region: what one gather costs, and who reads it."""
+        work, found = self.work, []
+        for v, value in enumerate(work.values):
+            node = work.node_of_value(v)
+            group = work.group_of[node]
+            readers: dict[Region, list[Link]] = {}
+            for link in work.links_of[node]:
+                home = work.group_of[link.kernel]
+                if not link.makes and home != group and self._needs_whole(domains[home], link).any():
+                    readers.setdefault(self.kernel(state, link.kernel).region(link), []).append(link)
+            own, where = self.region(state, v), work.groups[group].index(node)
+            for region, links in readers.items():
+                if len(links) < 2:
+                    continue
+                times = max(link.tensors or link.count for link in links)
+                paid = np.zeros((len(domains[group].assignments), 2))
+                for row, assignment in enumerate(domains[group].assignments):
+                    place = assignment[where]
+                    assert not isinstance(place, Request)
+                    size = received(own, place, region, R, self.factors[level]) * value.itemsize
+                    paid[row, 1] = times * self.cost(level, place, R, size) if size else 0.0
+                found.append((paid, tuple(links)))
+        return found
+
+    def _needs_whole(self, domain: Domain, link: Link) -> Bools:
+        """Of which assignments a kernel reads a value whole."""
+        key = (domain.group, domain.state, domain.level, link)
+        if key not in self._whole:
+            x = self.work.groups[domain.group].index(link.kernel)
+            places = [place_at(a[x], link) for a in domain.assignments]  # type: ignore[arg-type]
+            self._whole[key] = np.array([isinstance(p, Replicate) for p in places], dtype=bool)
+        return self._whole[key]
 
     def _survey(self, parts: int) -> None:
         """Which dims of values some kernel can use, and strided cuts: what one kernel offers is asked of those that
@@ -400,9 +447,10 @@ class Steps:
         times = link.tensors or link.count if self.rules.share else link.count
         return times * self.cost(level, lies, needed, elements * self.work.values[link.value].itemsize)
 
-    def table(self, a: Domain, b: Domain) -> Table:
-        """Conversions between two groups, by their assignments."""
-        key = (a.group, a.state, b.group, b.state, a.level)
+    def table(self, a: Domain, b: Domain, once: frozenset[Link] = frozenset()) -> Table:
+        """Conversions between two groups, by their assignments; gathers of the links `once` are paid elsewhere."""
+        elsewhere = once.intersection(self._links[a.group, b.group])
+        key = (a.group, a.state, b.group, b.state, a.level, elsewhere)
         if key in self._tables:
             return self._tables[key]
         work, links, level = self.work, self._links[a.group, b.group], a.level
@@ -415,7 +463,15 @@ class Steps:
             rows, row_of = _distinct(x[i] for x in a.assignments)
             columns, column_of = _distinct(x[j] for x in b.assignments)
             small = np.array(
-                [[self.link_cost(link, kernel, r, region, p, level) for p in columns] for r in rows]  # type: ignore[arg-type]
+                [
+                    [
+                        0.0
+                        if link in elsewhere and isinstance(place_at(r, link), Replicate)  # type: ignore[arg-type]
+                        else self.link_cost(link, kernel, r, region, p, level)  # type: ignore[arg-type]
+                        for p in columns
+                    ]
+                    for r in rows
+                ]
             )
             table += small[np.ix_(row_of, column_of)]
         return self._tables.setdefault(key, table)

@@ -187,8 +187,8 @@ class Rules:
     """What a search may choose. `reduce`: kernels may leave terms to be summed (ICML18: no).
 
     Beyond the paper: `whole`, values may also stay whole. `unnested` is what cutting a value once more along a dim
-    counts, as a part of moving it all: conversions of nested cuts undo the inner one first when they run. `share`: a
-    tensor that one kernel reads again and again, as weights in an unrolled loop, is fetched once; so plans run.
+    counts, as a part of moving it all: conversions of nested cuts undo the inner one first when they run. `share`:
+    what several kernels need whole is gathered once, as plans run; so is what a loop reads again and again.
     """
 
     reduce: bool = True

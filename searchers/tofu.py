@@ -28,7 +28,7 @@ from simpart.searching import Candidate, Control
 
 __all__ = [
     "Partition", "Tofu", "partition", "tofu_allrow", "tofu_data_parallel", "tofu_equalchop", "tofu_icml18",
-    "tofu_one_weird_trick", "tofu_seconds", "tofu_spartan",
+    "tofu_one_weird_trick", "tofu_seconds", "tofu_shared", "tofu_spartan",
 ]  # fmt: skip
 
 MOST_JOINT = 64
@@ -102,7 +102,7 @@ def partition(
     check()
     bound = found.bound
     if method.name == "tofu":
-        if joint_s is not None and len(taken) > 1:
+        if joint_s is not None and len(taken) > 1 and not share:
             better = joint(steps, most=MOST_JOINT, seconds=joint_s, relative_gap=1e-3)
             if better is not None:
                 bound = max(bound, better.bound)
@@ -159,7 +159,7 @@ class Tofu:
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
         space, devices = problem.space, problem.cluster.size
-        family = f"{self.method.name} by {'seconds' if self.seconds else 'bytes'}"
+        family = f"{self.method.name} by {'seconds' if self.seconds else 'bytes'}{', shared' if self.share else ''}"
         if space.min_stages > 1:
             yield Candidate(plan=None, family=family, why="tofu makes plans of one stage; allow one")
             return
@@ -187,7 +187,7 @@ class Tofu:
         objective, least = found.found.total, found.bound
         words = f"{count} micro-batch{'es' if count > 1 else ''}, {found.bytes:.4g} B received"
         if not self.seconds:
-            words += f" (at least {least:.4g})" if self.method.name == "tofu" else ""
+            words += f" (at least {least:.4g})" if self.method.name == "tofu" and not self.share else ""
             group = mesh_group(found.found.factors)
             weigh = seconds_of(problem.costs.communication, problem.cluster, group, axis_names(found.found.factors))
             objective, least = weighed(found.coarse.work, found.found, weigh), 0.0
@@ -212,8 +212,13 @@ def _work_s(problem: Problem, micro_batch: int) -> float:
 
 
 def tofu_seconds() -> Tofu:
-    """Conversions by the seconds of the links that they cross, what a loop reads again fetched once."""
+    """Conversions by the seconds of the links that they cross, and gathers shared by their readers."""
     return Tofu(name="tofu_seconds", seconds=True, share=True, unnested=(UNNESTED, 10 * UNNESTED))
+
+
+def tofu_shared() -> Tofu:
+    """Bytes, with gathers shared by their readers: what a plan receives when it runs."""
+    return Tofu(name="tofu_shared", share=True)
 
 
 def tofu_allrow() -> Tofu:

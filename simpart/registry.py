@@ -34,6 +34,7 @@ SEARCHERS = {
     "tofu_icml18": "simpart.searchers.tofu:tofu_icml18",
     "tofu_one_weird_trick": "simpart.searchers.tofu:tofu_one_weird_trick",
     "tofu_seconds": "simpart.searchers.tofu:tofu_seconds",
+    "tofu_shared": "simpart.searchers.tofu:tofu_shared",
     "tofu_spartan": "simpart.searchers.tofu:tofu_spartan",
     "rhino": "simpart.searchers.rhino:Rhino",
     "rhino_o1": "simpart.searchers.rhino:rhino_o1",

@@ -31,7 +31,13 @@ def by_pattern(graph: Graph, table: Mapping[int, T], *, rest: T | None = None) -
             rows[pattern] = first
         else:
             rows.update({graph.parameters[value].name: item for value, item in chosen.items()})
-    return (*rows.items(), *([("*", rest)] if rest is not None else []))
+    used, claimed = [], set[int]()
+    for pattern, item in rows.items():  # a family may be covered by the pattern of another
+        mine = {v for v, source in graph.parameters.items() if v not in claimed and _matches(source, pattern)}
+        if mine:
+            used.append((pattern, item))
+            claimed |= mine
+    return (*used, *([("*", rest)] if rest is not None else []))
 
 
 def _families(graph: Graph) -> dict[str, list[int]]:
