@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import dataclass
 from functools import cache
 from math import inf, prod
 
@@ -26,7 +27,7 @@ from simpart.searchers._tofu_plan import plan_of
 from simpart.searchers._tofu_regions import Region, cut, device_received, received
 from simpart.searchers._tofu_search import counted_bytes, joint, lone_bound, recount, recursion, tie_range
 from simpart.searchers._tofu_steps import Steps, check_factors
-from simpart.searchers._tofu_work import EinsumKernel, Link, Value, Workload
+from simpart.searchers._tofu_work import EinsumKernel, Link, Request, Rules, Value, Workload
 from simpart.searchers.tofu import Tofu, partition
 from simpart.searching import Control, search
 from simpart.sharding import flows
@@ -181,6 +182,31 @@ def test_costs_are_the_same_counted_by_steps_and_by_powers_of_two_of_devices() -
         assert recount(work, found) == pytest.approx(found.total, rel=0.1)
     one = recursion(Steps(work, (3,)))
     assert recount(work, one) == one.total
+
+
+@dataclass(frozen=True)
+class ByOutputs:
+    """A product that can only be cut by its outputs, and needs the other operand whole."""
+
+    inputs: tuple[tuple[int, ...], ...] = ((4, 4), (8, 4))
+    outputs: tuple[tuple[int, ...], ...] = ((4, 8),)
+
+    def requests(self, parts: int, wished: frozenset[tuple[bool, int, Shard]]) -> tuple[Request, ...]:
+        return (Request("o", (Replicate(), Shard(0)), (Shard(1),)),)
+
+
+def test_readers_share_a_gather_if_asked() -> None:
+    names = ("X", "V", "W", "Y", "Z")
+    shapes = ((4, 4), (8, 4), (8, 4), (4, 8), (4, 8))
+    rows = [(k, 0, 0, False) for k in (0, 1)] + [(0, 1, 1, False), (1, 1, 2, False), (0, 0, 3, True), (1, 0, 4, True)]
+    links = [Link(kernel, position, value, 1, makes) for kernel, position, value, makes in rows]
+    work = Workload(
+        names=("first", "second"), kernels=(ByOutputs(), ByOutputs()), counts=(1, 1),
+        values=tuple(Value(name=n, shape=s) for n, s in zip(names, shapes, strict=True)), links=tuple(links),
+        groups=tuple((n,) for n in range(7)),
+    )  # fmt: skip
+    assert recursion(Steps(work, (2,))).total == 2 * 16
+    assert recursion(Steps(work, (2,), Rules(share=True))).total == 16
 
 
 # --- regions ----------------------------------------------------------------------------------------------------------
