@@ -6,8 +6,9 @@
 Every planner gets the same problem (prices from the default models, asked once before), the same space (1f1b and gpipe,
 with and without recomputation, all devices used) and the same time; what it finds is simulated alike. Two planners
 stand for rules of the released RaNNC, on the same prices and memory: `first feasible S` ends at the first number of
-stages that has a plan (micro-batches powers of two, recomputation iff there are several), `one state` keeps a single
-(forward, backward) pair per cell of the dynamic program. `one_state` counts how often that misses the least value.
+stages that has a plan (micro-batches and replicas powers of two, recomputation iff there are several micro-batches, a
+tenth of the memory free), `one state` keeps a single (forward, backward) pair per cell of the dynamic program.
+`one_state` counts how often that misses the least value.
 Search times are those of this machine; they contain neither capture nor prices.
 """
 
@@ -105,7 +106,9 @@ class FirstFeasible:
 
         def costs_of(shape: PipelineShape) -> StageCosts | None:
             control.check()
-            return chain.costs(shape, "1f1b", True)
+            costs = chain.costs(shape, "1f1b", True)
+            margin = None if costs is None else dataclasses.replace(costs, limit_bytes=0.9 * costs.limit_bytes)
+            return margin  # the release leaves a tenth of the memory free
 
         found = released_search(nodes, each, chain.size, problem.global_batch, costs_of)
         if found.best is None:
