@@ -24,6 +24,7 @@ __all__ = ["Learned", "shipped_models"]
 
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 _OP_PLACE = {name: i for i, name in enumerate(MEMORY_OPS)}
+_MOST_REMEMBERED = 100_000
 _TRANSFERRED_SD = 0.1  # from which a detour over another kernel makes an estimate analytic
 
 
@@ -43,13 +44,23 @@ class Learned:
 
     path: Path = SHIPPED
     fallback: Roofline = field(default_factory=Roofline)
+    _asked: dict[int, tuple[Signature, Question | None]] = field(default_factory=dict, compare=False, repr=False)
+
+    def _question(self, signature: Signature) -> Question | None:
+        """What a signature asks; remembered by object, since tables share theirs between devices and plans."""
+        found = self._asked.get(id(signature))
+        if found is None or found[0] is not signature:
+            if len(self._asked) > _MOST_REMEMBERED:
+                self._asked.clear()
+            found = self._asked[id(signature)] = (signature, question_of(signature))
+        return found[1]
 
     def knows(self, table: SignatureTable, device: Device) -> Bools:
         """Rows that a learned family answers."""
         if device.kind != "gpu":
             return np.zeros(len(table.signatures), dtype=bool)
         models = shipped_models(self.path)
-        asked = [question_of(s) for s in table.signatures]
+        asked = [self._question(s) for s in table.signatures]
         return np.array([q is not None and q.family in models for q in asked], dtype=bool)
 
     def estimate(self, table: SignatureTable, device: Device) -> Estimate:
@@ -62,7 +73,7 @@ class Learned:
         rest: list[int] = []
         emulated = device.peak("bfloat16") < 0.9 * device.peak("float16")  # then 16-bit kernels are float16's
         for i, signature in enumerate(table.signatures):
-            question = question_of(signature)
+            question = self._question(signature)
             if question is None or question.family not in groups or (emulated and _in_bfloat16(signature)):
                 rest.append(i)
             else:

@@ -188,23 +188,45 @@ def _convolution(signature: Signature) -> Question | None:
 
 def _memory(signature: Signature, family: str, target: _Target) -> Question | None:
     moved, largest, most = 0, None, 0
-    for form in (*signature.inputs, *signature.outputs):
-        count = prod(form.shape) if form.strides is None else _elements(form)
-        moved += count * DTYPE_BYTES[form.dtype]
-        if count > most:
-            largest, most = form, count
-    if not target.simple or family == "fused":
+    for forms in (signature.inputs, signature.outputs):
+        for form in forms:
+            count = prod(form.shape) if form.strides is None else _elements(form)
+            moved += count * DTYPE_BYTES[form.dtype]
+            if count > most:
+                largest, most = form, count
+    if family == "fused" or not target.simple:
         moved = int(work_of(signature)[2])
     if moved <= 0 or largest is None:
         return None
-    size = DTYPE_BYTES[largest.dtype]
     half = largest.dtype in _HALF
-    name, backward = target.name, target.backward
-    reduces, sd, op = 0.0, 0.1, "residual_add" if half else "mul"
     if family == "fused":
-        reduces = float(signature_family(signature) == "reduction")
-        op, sd = ("rms_norm" if half else "softmax") if reduces else op, 0.2
-    elif family == "norm":
+        kind = _fused_kind(half, signature_family(signature) == "reduction")
+    else:
+        with_number = family == "pointwise" and sum(len(form.shape) > 0 for form in signature.inputs) == 1
+        kind = _memory_kind(family, target.name, target.backward, half, with_number)
+    width = largest.shape[-1] if largest.shape else 1
+    rows = max(1, prod(largest.shape) // max(1, width))
+    return Question(kind.family, (moved, rows, DTYPE_BYTES[largest.dtype], kind.reduces), kind.op, 1.0, kind.prior_sd)
+
+
+class _Kind(NamedTuple):
+    """Which measured op stands for a kernel that moves memory."""
+
+    family: str
+    op: str
+    reduces: float
+    prior_sd: float
+
+
+def _fused_kind(half: bool, reduces: bool) -> _Kind:
+    op = ("rms_norm" if half else "softmax") if reduces else ("residual_add" if half else "mul")
+    return _Kind("memory16" if half else "memory32", op, float(reduces), 0.2)
+
+
+@lru_cache(maxsize=4096)
+def _memory_kind(family: str, name: str, backward: bool, half: bool, with_number: bool) -> _Kind:
+    reduces, sd, op = 0.0, 0.1, "residual_add" if half else "mul"
+    if family == "norm":
         op, reduces = ("rms_norm" if half else "layer_norm"), 1.0
         sd = 0.25 if backward or "layer_norm" not in name else 0.0
     elif family == "softmax":
@@ -213,16 +235,13 @@ def _memory(signature: Signature, family: str, target: _Target) -> Question | No
         op, sd = "embedding", 0.4 if backward else 0.1
         half = True
     elif family == "pointwise":
-        tensors = sum(len(form.shape) > 0 for form in signature.inputs)
-        found = _WITH_NUMBER.get(name) if tensors == 1 else None
-        found = found or _ELEMENTWISE.get(name)
+        found = (_WITH_NUMBER.get(name) if with_number else None) or _ELEMENTWISE.get(name)
         op, sd = (found, 0.0) if found and not half else (op, 0.1 if found else 0.2)
     elif family in ("reduction", "loss", "pool"):
-        op, reduces, sd = op, 0.0, 0.35
+        sd = 0.35
     elif family == "random":
         sd = 0.3
-    rows = max(1, prod(largest.shape[:-1]))
-    return Question("memory16" if half else "memory32", (moved, rows, size, reduces), op, 1.0, sd)
+    return _Kind("memory16" if half else "memory32", op, reduces, sd)
 
 
 def _elements(form: TensorForm) -> int:

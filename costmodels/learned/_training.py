@@ -39,6 +39,7 @@ _ONE_KIND = 4.0  # and so many times narrower where one kind of device was measu
 _Z90 = 1.645
 _QUICK = {"trees": 150, "depth": 6}
 _FULL = {"trees": 300, "depth": 6}
+_MEMORY = {"trees": 150, "depth": 6}  # kernels that move memory need fewer
 _ALONE_TREES, _ALONE_ROWS = 250, 500
 _LEAST_TREES, _ROWS_PER_TREE = 40, 10
 _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
@@ -113,7 +114,7 @@ def train(
     counts = {name: int((many.device == name).sum()) for name in many.devices()}
     weights = np.array([1.0 / counts[name] for name in many.device.tolist()])
     columns = columns_of(family, rows, analytic, rows.sheet)
-    size = _QUICK if quick else _FULL
+    size = _QUICK if quick else _MEMORY if family.name.startswith("memory") else _FULL
     trees = min(size["trees"], max(_LEAST_TREES, len(many) // _ROWS_PER_TREE))
     left = np.log(many.latency_s) - analytic
     boost = fit_boost(columns, left, weights, trees=trees, depth=size["depth"], rate=0.15, seed=seed)
@@ -125,10 +126,11 @@ def train(
 def _alone(table: Measurements, columns: Columns, left: Floats, seed: int) -> dict[str, Boost]:
     """Trees of single devices, of those with rows enough, on what the common ones leave."""
     found = {}
+    most = _ALONE_TREES if not table.family.startswith("memory") else _MEMORY["trees"] // 2
     for name in table.devices():
         mine = table.device == name
         if mine.sum() >= _ALONE_ROWS:
-            trees = min(_ALONE_TREES, int(mine.sum()) // _ROWS_PER_TREE)
+            trees = min(most, int(mine.sum()) // _ROWS_PER_TREE)
             part, ones = np.ascontiguousarray(columns[:, mine]), np.ones(int(mine.sum()))
             found[name] = fit_boost(part, left[mine], ones, trees=trees, depth=6, rate=0.1, share=0.5, seed=seed)
     return found
