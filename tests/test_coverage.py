@@ -9,14 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simpart.commands._coverage import coverage_documents
 from simpart.cost import PROVENANCES, Estimate, SignatureTable
 from simpart.coverage import _with_measured, beyond_measurements, parse_share, profile_next
 from simpart.errors import UserError
-from simpart.hardware import Device
+from simpart.hardware import Device, load_device
 from simpart.simulation import simulate_plan
 from tests.test_cli import document, simpart
 from tests.test_lowering import plan, problem
-from tests.toy_graphs import UnitCompute, chain, costs
+from tests.toy_graphs import UnitCompute, chain, cluster, costs
 
 
 class BySize(UnitCompute):
@@ -103,3 +104,11 @@ def test_commands_name_kernels_and_stop_scripts(tmp_path: Path) -> None:
     assert [low, high] == found["predicted"]["interval_s"]
     assert "profile next" in simpart("simulate", file, "--no-profiles", "--profile-next", "1").out
     assert simpart("simulate", file, "--fail-if-extrapolated", "many").status == 2
+
+
+def test_a_thin_data_sheet_is_told_with_every_prediction() -> None:
+    thin = replace(load_device("a100"), clock_hz=None, l2_bytes=None)
+    asked = replace(problem(chain(2), 8), cluster=cluster(thin))
+    words = coverage_documents(asked, plan(chain(2), [], 4), None)["assumed"]
+    assert len(words) == 1 and "states no clock_hz and no l2_bytes" in words[0] and "wider by" in words[0]
+    assert coverage_documents(problem(chain(2), 8), plan(chain(2), [], 4), None) == {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -44,13 +45,17 @@ def coverage_options() -> Callable[[F], F]:
 
 
 def coverage_documents(problem: Problem, plan: Plan, count: int | None) -> dict[str, Any]:
-    """What the document of a command holds besides; nothing when nothing was asked."""
-    found = _found(problem, plan, count)
-    return {} if found is None else {"profile_next": found.to_json()}
+    """What the document of a command holds besides: what models assume of thin data sheets, and kernels to profile
+    next; nothing when there is nothing."""
+    found, assumed = _found(problem, plan, count), _assumed(problem)
+    more: dict[str, Any] = {"assumed": assumed} if assumed else {}
+    return more if found is None else {**more, "profile_next": found.to_json()}
 
 
 def print_coverage(problem: Problem, plan: Plan, count: int | None) -> None:
-    """Kernels to profile next, for people."""
+    """What models assume of thin data sheets and kernels to profile next, for people."""
+    for words in _assumed(problem):
+        click.echo(words)
     found = _found(problem, plan, count)
     if found is None:
         return
@@ -84,6 +89,16 @@ def stop_if_extrapolated(result: SimResult, limit: float | None) -> None:
             err=True,
         )
         raise click.exceptions.Exit(TOO_FAR)
+
+
+def _assumed(problem: Problem) -> list[str]:
+    """A line for each kind of device whose file leaves out what learned models read."""
+    numbers = ("multiprocessors", "clock_hz", "l2_bytes", "power_w")
+    thin = [d for d in problem.cluster.kinds if d.kind == "gpu" and None in [getattr(d, n) for n in numbers]]
+    if not thin:
+        return []
+    sheet: Any = importlib.import_module("simpart.costmodels.learned._sheet")
+    return [sheet.assumptions(device) for device in thin]
 
 
 def _found(problem: Problem, plan: Plan, count: int | None) -> Coverage | None:
