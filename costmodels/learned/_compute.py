@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -44,23 +44,28 @@ class Learned:
 
     path: Path = SHIPPED
     fallback: Roofline = field(default_factory=Roofline)
-    _asked: dict[int, tuple[Signature, Question | None]] = field(default_factory=dict, compare=False, repr=False)
+    _asked: dict[int, Question | None] = field(default_factory=dict, compare=False, repr=False)
+    _kept: list[Signature] = field(default_factory=list, compare=False, repr=False)
 
-    def _question(self, signature: Signature) -> Question | None:
-        """What a signature asks; remembered by object, since tables share theirs between devices and plans."""
-        found = self._asked.get(id(signature))
-        if found is None or found[0] is not signature:
-            if len(self._asked) > _MOST_REMEMBERED:
-                self._asked.clear()
-            found = self._asked[id(signature)] = (signature, question_of(signature))
-        return found[1]
+    def _questions(self, signatures: Sequence[Signature]) -> list[Question | None]:
+        """What signatures ask; remembered by object, since tables share theirs between devices and plans. Objects are
+        kept alive as long, so that no other takes the place of one."""
+        asked = self._asked
+        new = [s for s in signatures if id(s) not in asked]
+        if len(asked) + len(new) > _MOST_REMEMBERED:
+            asked.clear()
+            self._kept.clear()
+            new = list(signatures)
+        asked.update((id(s), question_of(s)) for s in new)
+        self._kept.extend(new)
+        return [asked[id(s)] for s in signatures]
 
     def knows(self, table: SignatureTable, device: Device) -> Bools:
         """Rows that a learned family answers."""
         if device.kind != "gpu":
             return np.zeros(len(table.signatures), dtype=bool)
         models = shipped_models(self.path)
-        asked = [self._question(s) for s in table.signatures]
+        asked = self._questions(table.signatures)
         return np.array([q is not None and q.family in models for q in asked], dtype=bool)
 
     def estimate(self, table: SignatureTable, device: Device) -> Estimate:
@@ -72,9 +77,8 @@ class Learned:
         places: dict[str, list[int]] = {name: [] for name in models}
         rest: list[int] = []
         emulated = device.peak("bfloat16") < 0.9 * device.peak("float16")  # then 16-bit kernels are float16's
-        for i, signature in enumerate(table.signatures):
-            question = self._question(signature)
-            if question is None or question.family not in groups or (emulated and _in_bfloat16(signature)):
+        for i, question in enumerate(self._questions(table.signatures)):
+            if question is None or question.family not in groups or (emulated and _in_bfloat16(table.signatures[i])):
                 rest.append(i)
             else:
                 groups[question.family].append(question)
