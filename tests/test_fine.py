@@ -283,6 +283,15 @@ def test_slow_devices_and_links_slow_kernels_and_collectives() -> None:
     assert quiet < slow < both < 3.5 * quiet
 
 
+@pytest.mark.parametrize("number", [0, 2])
+def test_how_sure_a_step_is_hardly_depends_on_the_grain(number: int) -> None:
+    """Errors of different kernels are independent, however they are put into tasks."""
+    given_problem, given_plan = made((32, number))
+    coarse = np.log(sample_steps(lower(given_problem, given_plan)))
+    fine = np.log(sample_steps(lower(given_problem, given_plan, "fine", OFF)))
+    assert fine.std() == pytest.approx(coarse.std(), rel=0.2) and coarse.std() > 0.01
+
+
 # --- gradients in buckets ---------------------------------------------------------------------------------------------
 def replicas(layers: int, each: float, count: int = 1, **more: Any) -> tuple[Problem, Plan]:
     """A chain on two replicas, whose reduction of a layer's gradient takes `each` seconds."""

@@ -105,12 +105,13 @@ class _Builder:
         return stage_chains(self.lowering, self.plan, self.costed, s, kinds, last, self.settings)
 
     def _cost(self, stage: StageChains, kind: str, action: ActionChain, item: Item) -> ClassCost:
-        """What an item takes when nothing slows it down."""
+        """What an item takes when nothing slows it down. Its own error is shared by equal kernels or collectives."""
         device = action.variant.device
-        source = f"{device.name} {'F' if kind == 'F' else 'B'}"
         if item.collectives:
             priced = [(row, 1.0) for row in self.communication.of(item.collectives)]
-            return class_cost("reductions" if item.reduces else source, (), priced)
+            words = collective_words(item.axis, item.collectives, item.what)
+            return class_cost(f"{words}, {sum(c.bytes for c in item.collectives)} bytes", (), priced)
+        source = f"{device.name} {'F' if kind == 'F' else 'B'} {action.words(item)}"
         row, weight = action.content(item)
         each = action.kernels.seconds.size
         rows = each + action.accumulations.seconds.size
