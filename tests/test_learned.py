@@ -21,13 +21,14 @@ from simpart.costmodels.learned._attention import attention_flops
 from simpart.costmodels.learned._boost import Boost, fit_boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._fitting import fit_constants
-from simpart.costmodels.learned._records import import_kernels, read_trace
+from simpart.costmodels.learned._records import import_kernels, overheads_of_trace, read_trace
 from simpart.costmodels.learned._sheet import distance, sheet_of
 from simpart.costmodels.learned._signatures import question_of
 from simpart.costmodels.learned._training import fit_family, train
 from simpart.costmodels.roofline import physical_bound_s
 from simpart.errors import FormatError
 from simpart.hardware import Device, load_device
+from tests.test_cli import simpart
 
 pd = pytest.importorskip("pandas")
 
@@ -375,3 +376,22 @@ def test_grouped_products_are_told_through_batches_of_the_mean_size() -> None:
         t >= physical_bound_s(s, load_device("h100"))
         for t, s in zip(found.mean_s, (forward, towards_weights), strict=True)
     )
+
+
+def test_a_trace_shows_what_launching_takes(tmp_path: Path) -> None:
+    launches = [
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 1, "ts": 7.0 * i} for i in range(60)
+    ]
+    others = [
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "pid": 1, "tid": 2, "ts": 900.0 * i} for i in range(9)
+    ]
+    kernels = [{"cat": "kernel", "name": "k", "dur": 2.5 + i, "args": {}} for i in range(60)]
+    path = tmp_path / "trace.json"
+    events = [*launches, *others, *kernels]
+    path.write_text(json.dumps({"deviceProperties": [{"name": "NVIDIA A100-SXM4-80GB"}], "traceEvents": events}))
+    found = overheads_of_trace(path)
+    assert found["kernel_launch_s"] == pytest.approx(7e-6) and 2.5e-6 < found["launch_floor_s"] < 4e-6
+    answer = simpart("fit", str(path))
+    assert answer.status == 0 and "kernel_launch: 7.00 µs" in answer.out
+    path.write_text(json.dumps({"deviceProperties": [{"name": "NVIDIA A100-SXM4-80GB"}], "traceEvents": launches[:9]}))
+    assert overheads_of_trace(path) == {}

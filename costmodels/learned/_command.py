@@ -11,7 +11,7 @@ from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_mode
 from simpart.costmodels.learned._evaluating import judge_import
 from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate
 from simpart.costmodels.learned._model import FamilyModel
-from simpart.costmodels.learned._records import read_profiles, read_trace
+from simpart.costmodels.learned._records import overheads_of_trace, read_profiles, read_trace
 from simpart.costmodels.learned._sheet import assumptions
 from simpart.costmodels.learned._training import fit_family
 from simpart.errors import FormatError, UserError
@@ -63,6 +63,8 @@ def fit(
         progress(f"reading {path.name}")
         found = _read(path)
         files[path.name] = {"rows": found.rows, "left_out": dict(found.refused)}
+        if found.kind == "kineto" and (launching := overheads_of_trace(path)):
+            files[path.name]["overheads"] = launching
         for table in found.tables:
             if table.family not in _HELD_BACK.get(path.stem, ()):
                 tables.setdefault(table.family, []).append(table)
@@ -72,6 +74,8 @@ def fit(
         if (only and family not in only) or len(table) < 30:
             continue
         models[family] = fit_family(table, seed=seed, progress=progress)
+    if not models and any("overheads" in file for file in files.values()):
+        return {}, files
     if not models:
         raise UserError(f"nothing to fit: no family of {', '.join(sorted(tables)) or 'the files'} has 30 rows or more")
     save_models(output or SHIPPED, models)

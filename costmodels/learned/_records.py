@@ -20,7 +20,9 @@ from simpart.errors import FormatError
 from simpart.hardware_profiles._store import Store
 from simpart.sizes import DTYPE_BYTES
 
-__all__ = ["import_kernels", "read_profiles", "read_trace"]
+__all__ = ["LEAST_LAUNCHES", "import_kernels", "overheads_of_trace", "read_profiles", "read_trace"]
+
+LEAST_LAUNCHES = 50
 
 _DTYPES = {
     "float": "float32", "c10::BFloat16": "bfloat16", "c10::Half": "float16", "double": "float64", "long": "int64",
@@ -45,13 +47,7 @@ def read_trace(path: Path) -> Imported:
 
     Raises FormatError when it is no such trace or names no device that simpart knows.
     """
-    try:
-        raw = path.read_bytes()
-        content = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        events = content["traceEvents"]
-        name = str((content.get("deviceProperties") or [{}])[0].get("name", ""))
-    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise FormatError(f"{path} is not a trace of torch's profiler: {' '.join(str(error).split())}") from error
+    events, name = _events(path)
     device = device_named(name)
     if device is None:
         raise FormatError(f"{path} was recorded on {name or 'an unnamed device'!r}, which no device file describes")
@@ -68,6 +64,38 @@ def read_trace(path: Path) -> Imported:
         signature = _signature(ops[key]) if launched[key] == 1 else None
         found.append((signature or Signature("aten.unknown", (), ()), device, microseconds * 1e-6, "torch"))
     return import_kernels("kineto", found, source="kineto trace")
+
+
+def overheads_of_trace(path: Path) -> dict[str, float]:
+    """What launching takes on the host and the shortest kernels on the device, of a Kineto trace: `kernel_launch_s` is
+    the median time from one launch to the next on the thread that launches most, `launch_floor_s` the hundredth part
+    from below of kernel durations. Only those that the trace shows at least LEAST_LAUNCHES of."""
+    events, _ = _events(path)
+    starts: dict[Any, list[float]] = {}
+    durations = []
+    for event in events:
+        if event.get("cat") == "cuda_runtime" and str(event.get("name", "")).startswith("cudaLaunchKernel"):
+            starts.setdefault((event.get("pid"), event.get("tid")), []).append(float(event["ts"]))
+        elif event.get("cat") == "kernel" and event.get("dur", 0) > 0:
+            durations.append(float(event["dur"]))
+    found = {}
+    launches = max(starts.values(), key=len, default=[])
+    if len(launches) >= LEAST_LAUNCHES:
+        found["kernel_launch_s"] = float(np.median(np.diff(np.sort(launches)))) * 1e-6
+    if len(durations) >= LEAST_LAUNCHES:
+        found["launch_floor_s"] = float(np.quantile(durations, 0.01)) * 1e-6
+    return found
+
+
+def _events(path: Path) -> tuple[Any, str]:
+    """Events of a trace and the name of its first device."""
+    try:
+        raw = path.read_bytes()
+        content = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
+        events = content["traceEvents"]
+        return events, str((content.get("deviceProperties") or [{}])[0].get("name", ""))
+    except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise FormatError(f"{path} is not a trace of torch's profiler: {' '.join(str(error).split())}") from error
 
 
 def import_kernels(kind: str, kernels: Sequence[Kernel], source: str) -> Imported:

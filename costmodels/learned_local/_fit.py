@@ -13,7 +13,7 @@ from simpart.costmodels.learned._boost import fit_boost
 from simpart.costmodels.learned_local._features import columns_of, offsets_of
 from simpart.costmodels.learned_local._model import FILE, LocalDevice, save_local
 from simpart.costmodels.roofline import Roofline, signature_family
-from simpart.costmodels.table import Table
+from simpart.costmodels.table import Table, overhead_s, preferred
 from simpart.errors import UserError
 from simpart.hardware import Device, load_cluster, load_device
 from simpart.hardware_profiles._store import Profiles, Store
@@ -83,7 +83,7 @@ def fit_device(profiles: Profiles, device: Device, *, seed: int = 0) -> LocalDev
         spreads["family"] = (2 * spreads["target"][0], 2 * spreads["target"][1])
     off = np.abs(np.expm1(error))
     weight = np.exp(base + left)
-    facts = {
+    facts: dict[str, Any] = {
         "rows": len(rows),
         "held_out": {
             f"{device.name} (kernels held back)": {
@@ -93,6 +93,13 @@ def fit_device(profiles: Profiles, device: Device, *, seed: int = 0) -> LocalDev
             }
         },
     }  # fmt: skip
+    overheads = {
+        name: overhead_s(
+            preferred([r for r in profiles.overheads if r.name == name and r.environment.device == device.name], None)
+        )
+        for name in ("kernel", "action", "step")
+    }
+    facts["overheads"] = {f"{name}_s": seconds for name, seconds in overheads.items() if seconds > 0}
     whole = _learn(rows, left, base, device, seed)
     return LocalDevice(
         boost=whole.boost, offsets=whole.offsets, typical=whole.typical, sizes=whole.sizes, spreads=spreads, facts=facts

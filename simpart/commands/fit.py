@@ -80,7 +80,19 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
         )
         return
     _print_errors(families)
+    _print_overheads(files)
     click.echo(f"fitted in {time.monotonic() - start:.0f} s")
+
+
+def _print_overheads(files: dict[str, Any]) -> None:
+    """What traces show of launching, as lines of a device file."""
+    from simpart.describe import human_seconds
+
+    for name, file in files.items():
+        found = file.get("overheads")
+        if found:
+            words = ", ".join(f"{key.removesuffix('_s')}: {human_seconds(value)}" for key, value in found.items())
+            click.echo(f"{name} shows {words}; write them into the device's file for eager and launch-bound steps")
 
 
 def _fit_stores(
@@ -92,6 +104,8 @@ def _fit_stores(
     start: float,
 ) -> None:
     """Kernels that were profiled here: each store gets a file of its own beside its profiles."""
+    from simpart.describe import human_seconds
+
     if output and len(sources) > 1:
         raise UserError(f"one --output cannot hold what is learned from {len(sources)} stores; fit them one by one")
     module: Any = importlib.import_module("simpart.costmodels.learned_local._fit")
@@ -107,6 +121,10 @@ def _fit_stores(
         )
         return
     _print_errors(families)
+    for name, facts in families.items():
+        words = ", ".join(f"{key.removesuffix('_s')} {human_seconds(s)}" for key, s in facts["overheads"].items())
+        if words:
+            click.echo(f"{name}: beyond its kernels a real step takes, per {words}")
     click.echo(
         f"fitted in {time.monotonic() - start:.0f} s; plan, simulate and search use it for kernels never measured"
     )
