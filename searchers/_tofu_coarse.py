@@ -225,7 +225,7 @@ def _links(graph: Graph, mine: np.ndarray, value_of: np.ndarray) -> tuple[Link, 
 def _names(graph: Graph, first: dict[int, int], used: int) -> tuple[str, ...]:
     from simpart.plan import kernel_ids
 
-    ids, seen = kernel_ids(graph), {}
+    ids, seen = kernel_ids(graph), dict[int, str]()
     for name, cls in zip(ids, graph.flat.kernel_class.tolist(), strict=True):
         seen.setdefault(cls, name)
     return tuple(seen[first[k]] for k in range(used))
@@ -283,7 +283,7 @@ def _without_misfits(work: Workload, factors: tuple[int, ...]) -> Workload:
     if not factors:
         return work
     steps = Steps(work, factors)
-    start, groups = steps.start(), []
+    start, groups = steps.start(), list[tuple[int, ...]]()
     for number, members in enumerate(work.groups):
         domain = steps.domain(number, start[number], 0)
         stuck = all(not _cuts(a) for a in domain.assignments)

@@ -134,7 +134,7 @@ def tie_range(steps: Steps, most: int = 100_000) -> tuple[float, float]:
             return 0.0, 0.0
         if (level, state) not in known:
             step = steps.step(state, level)
-            choices = near_optimal(step.graph, _room(step.graph, 0.0), most)
+            choices = [c.tolist() for c in near_optimal(step.graph, _room(step.graph, 0.0), most)]
             after = {step.following(c): step.cost(c) for c in choices}
             ends = [(cost, *visit(level + 1, s)) for s, cost in after.items()]
             known[level, state] = min(c + low for c, low, _ in ends), max(c + high for c, _, high in ends)
@@ -195,6 +195,7 @@ def joint(
         tasted = CostGraph(unary=tuple(c + t for c, t in zip(costs, better, strict=True)), edges=tuple(edges))
         other = minimise(tasted, seconds=seconds, relative_gap=relative_gap, level=level)
         solution = solution if other.choice is None else other
+    assert solution.choice is not None
     chosen = [options[g][int(x)] for g, x in enumerate(solution.choice)]
     domains = [[steps.domain(g, path.states[i], i) for g, path in enumerate(chosen)] for i in levels]
     picked = [[path.assignments[i] for path in chosen] for i in levels]

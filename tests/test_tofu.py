@@ -55,7 +55,8 @@ def problem_of(graph: Graph, devices: int, batch: int, cluster: str = "local") -
 def first_plan(problem: Problem, name: str = "tofu") -> Plan:
     candidate = next(iter(load_searcher(name).propose(problem, np.random.default_rng(0), Control())))
     assert candidate.plan is not None, candidate.why
-    return candidate.plan
+    plan: Plan = candidate.plan
+    return plan
 
 
 # --- brute force ------------------------------------------------------------------------------------------------------
@@ -65,7 +66,7 @@ Product = tuple[str, tuple[str, str], str, tuple[str, str, str]]  # name, operan
 def random_mlp(chance: random.Random, layers: int) -> tuple[dict[str, tuple[int, ...]], list[Product]]:
     """Tensors and products of a training step of an MLP; gradients of weights are the weights."""
     batch, *dims = (chance.choice([12, 24, 48]) for _ in range(layers + 2))
-    shapes = {f"X{i}": (batch, n) for i, n in enumerate(dims)}
+    shapes: dict[str, tuple[int, ...]] = {f"X{i}": (batch, n) for i, n in enumerate(dims)}
     shapes |= {f"W{i}": (dims[i + 1], dims[i]) for i in range(layers)}
     shapes |= {f"dX{i}": (batch, dims[i]) for i in range(1, layers)}
     products: list[Product] = []
@@ -128,8 +129,10 @@ def conversion(
     for dim, need, parts in zip(scheme, needs, factors, strict=True):
         if tensor is None or working is None:
             return inf
-        ends = (working, need, tensor, Shard(dim)) if made else (tensor, Shard(dim), working, need)
-        cost = step_cost(*ends, parts)
+        if made:
+            cost = step_cost(working, need, tensor, Shard(dim), parts)
+        else:
+            cost = step_cost(tensor, Shard(dim), working, need, parts)
         if cost is None:
             return inf
         total += groups * cost
@@ -269,14 +272,10 @@ def test_a_repeated_layer_has_one_set_of_variables_whatever_the_depth() -> None:
 
 def test_gates_are_cut_in_step_with_the_rows_of_their_weights() -> None:
     graph = graph_of(LSTM)
-    plan = plan_of(*_found(graph, 2, (2,)), 1, "1f1b")
+    found = partition(graph, 2, 2)
+    plan = plan_of(found.coarse, found.found, 1, "1f1b")
     rest = dict(plan.state)
     assert rest["layers.0.weight_ih_l0"].parameter == (("k1", Shard(0, 16)),)
-
-
-def _found(graph: Graph, micro_batch: int, factors: tuple[int, ...]):  # type: ignore[no-untyped-def]
-    found = partition(graph, micro_batch, prod(factors), factors=factors)
-    return found.coarse, found.found
 
 
 @pytest.mark.parametrize("model", [GPT, LSTM])

@@ -25,7 +25,7 @@ AXES = (("x", 2), ("y", 3))
 def test_every_device_has_its_share_of_the_picture(layout: tuple[Placement, ...]) -> None:
     shape = (POINTS, POINTS)
     held = np.bincount(owners(shape, layout, AXES, (0, 1)).ravel(), minlength=6)
-    local = shape
+    local: tuple[int, ...] = shape
     for place, (_, members) in zip(layout, AXES, strict=True):
         local = local_shape(local, place, members)
     assert set(held[held > 0]) == {local[0] * local[1]}

@@ -47,7 +47,7 @@ def workload_of(inputs: Mapping[str, Any]) -> Any:
     for number, op in enumerate(inputs["ops"]):
         left, result = op["einsum"].split("->")
         operands = tuple(left.split(","))
-        sizes = {}
+        sizes: dict[str, int] = {}
         for operand, name in zip(operands, op["inputs"], strict=True):
             sizes.update(zip(operand, inputs["tensors"][name], strict=True))
         kernels.append(made.EinsumKernel(operands, result, tuple(sizes.items())))
