@@ -50,6 +50,7 @@ def problem_of(graph: Graph, devices: int, global_batch: int, space: Space = Spa
 
 
 NAMES = sorted(SEARCHERS)
+ONE_STAGE = {name for name in SEARCHERS if name.startswith("tofu")}  # make no pipelines
 SPACES: dict[str, Space] = {
     "two stages": Space(min_stages=2, max_stages=2),
     "gpipe without recomputation": Space(schedules=("gpipe",), recompute=("none",)),
@@ -67,7 +68,7 @@ def test_the_table_of_searchers_is_complete() -> None:
 @pytest.mark.parametrize("space", SPACES)
 def test_searchers_keep_to_the_space(four_layers: Graph, name: str, space: str) -> None:
     result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 4, 8, SPACES[space]))
-    assert result.best is not None
+    assert result.best is not None or (name in ONE_STAGE and SPACES[space].min_stages > 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
