@@ -75,8 +75,9 @@ def test_searchers_keep_to_the_space(four_layers: Graph, name: str, space: str) 
 def test_searchers_take_any_number_of_devices_and_samples(four_layers: Graph, name: str) -> None:
     result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 7, 6))
     equal = name.startswith("equal") or name in ("grid", "two_bw")
-    # Seven equal stages of four layers and six samples: only what may share devices unevenly finds plans for sure.
-    assert result.best is not None or equal
+    # Seven equal stages of four layers and six samples: only what may share devices unevenly finds plans for sure. And
+    # nothing in this model divides by seven.
+    assert result.best is not None or equal or name in ONE_STAGE
 
 
 @pytest.mark.parametrize("name", NAMES)
