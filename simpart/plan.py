@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
 from typing import Literal
 from weakref import WeakKeyDictionary
@@ -251,4 +252,10 @@ def check_shape(plan: Plan) -> None:
     if plan.schedule.kind == "explicit":
         plan.schedule.rows(plan.group_of_stage, plan.batch.micro_batches)
     elif plan.schedule.kind in SCHEDULES:
-        plan.schedule.rows(plan.group_of_stage, 1)  # does it allow these stages per group? costs nothing at any count
+        _place(plan.schedule, plan.group_of_stage)
+
+
+@lru_cache(maxsize=256)
+def _place(schedule: Schedule, group_of_stage: tuple[int, ...]) -> None:
+    """Raise UserError where a named schedule does not allow these stages per group."""
+    schedule.rows(group_of_stage, 1)  # one micro-batch costs little

@@ -31,7 +31,16 @@ def check_shardings(plan: Plan, graph: Graph) -> None:
         if not users:
             raise UserError(f"sharding {name!r} is used by no stage; name it in a stage or leave it out")
         batches = sorted({size for _, group in users for size in plan.batch.sizes[plan.groups.index(group)]})
-        _check_sharding(name, sharding, graph, users, batches)
+        fits = (sharding, frozenset(group.axes for _, group in users), tuple(batches))
+        if fits not in (known := _fitting.setdefault(graph, set())):
+            _check_sharding(name, sharding, graph, users, batches)
+            known.add(fits)
+
+
+_fitting: WeakKeyDictionary[Graph, set[tuple[Sharding, frozenset[tuple[tuple[str, int], ...]], tuple[int, ...]]]] = (
+    WeakKeyDictionary()
+)
+"""Shardings that were found to fit, on groups of these meshes at these micro-batches."""
 
 
 def _check_sharding(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Literal
+from weakref import WeakKeyDictionary
 
 from simpart.graph import Graph, Phase, Source, named
 from simpart.ops import base_name
@@ -40,6 +41,21 @@ class StateRow:
         return tuple(self.kernel_list)
 
 
+@dataclass(slots=True)
+class _Known:
+    """What was looked up in a graph: sources by value; how they rest, by placement of state and name; how they lie, by
+    placement of state, mesh and value."""
+
+    sources: dict[int, Source | None] = field(default_factory=dict)
+    rests: dict[tuple[tuple[str, StatePlacement], ...], dict[str, StatePlacement]] = field(default_factory=dict)
+    layouts: dict[tuple[tuple[tuple[str, StatePlacement], ...], Axes], dict[int, Layout | None]] = field(
+        default_factory=dict
+    )
+
+
+_known: WeakKeyDictionary[Graph, _Known] = WeakKeyDictionary()
+
+
 class StateOf:
     """How the sources of a graph lie on the axes of one stage."""
 
@@ -47,12 +63,20 @@ class StateOf:
         self.graph, self.state, self.axes = graph, state, axes
         self._shared = len(graph.sources)
         self._whole = replicated(axes)
-        self._rest: dict[int, StatePlacement] = {}
+        known = _known.setdefault(graph, _Known())
+        self._sources = known.sources
+        self._rests = known.rests.setdefault(state, {})
+        self._layouts: dict[int, Layout | None] = known.layouts.setdefault((state, axes), {})
 
     def source(self, value: int) -> Source | None:
         """The source behind a kernel-level value; None if a kernel makes it."""
         if value < self._shared:
             return self.graph.sources[value]
+        if value not in self._sources:
+            self._sources[value] = self._find(value)
+        return self._sources[value]
+
+    def _find(self, value: int) -> Source | None:
         offsets = self.graph.kernel_value_offsets
         call = int(offsets.searchsorted(value, side="right")) - 1
         local = value - int(offsets[call])
@@ -67,6 +91,12 @@ class StateOf:
         return f"{source.kind} {source.name}"
 
     def rest_of(self, source: Source) -> StatePlacement:
+        found = self._rests.get(source.name)
+        if found is None:
+            found = self._rests[source.name] = self._match(source)
+        return found
+
+    def _match(self, source: Source) -> StatePlacement:
         for pattern, rest in self.state:
             if any(fnmatchcase(name, pattern) for name in (source.name, *source.aliases)):
                 return rest
@@ -75,6 +105,11 @@ class StateOf:
     def layout_of(self, value: int) -> Layout | None:
         """How a source lies for the kernels: parameters gathered over replicas; None for a value that a kernel
         makes."""
+        if value not in self._layouts:
+            self._layouts[value] = self._lies(value)
+        return self._layouts[value]
+
+    def _lies(self, value: int) -> Layout | None:
         source = self.source(value)
         if source is None:
             return None
@@ -107,7 +142,9 @@ def state_conversions(
     for call, start, first in zip(graph.calls, starts, firsts, strict=True):
         for i, s in enumerate(graph.templates[call.template].sources):
             if s.kind == "parameter" and first + i in layouts:
-                spots.append(((call.template, i), start + i, first + i, named(s, call.variables)))
+                known = state.source(first + i)
+                assert known is not None  # it is one
+                spots.append(((call.template, i), start + i, first + i, known))
     for key, op_value, value, source in spots:
         if value not in layouts:
             continue

@@ -388,7 +388,10 @@ def _regions(
 ) -> Iterator[tuple[Phase, int, int, tuple[int, ...]]]:
     """(phase, call, stage, kernels) in running order: forward by calls, then backward from the last call to the
     first."""
-    whole = {c.template: wiring.whole(c) for c in graph.calls if not c.omits}
+    whole: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
+    for c in graph.calls:
+        if not c.omits and c.template not in whole:
+            whole[c.template] = wiring.whole(c)
     shares: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = []
     if ops is not None:
         call_of = graph.flat.op_call.tolist()
