@@ -162,7 +162,7 @@ def test_without_numba_the_answer_is_the_same(monkeypatch: pytest.MonkeyPatch) -
 
 def test_too_many_situations_give_up_spreading() -> None:
     costs = replace(costs_of(2, 3, (1, 2, 4)), later=np.full((3, 4, 3), 9))
-    choices = {(1,): 0, (2,): 1, (4,): 2}
+    choices: dict[tuple[int, ...], int] = {(1,): 0, (2,): 1, (4,): 2}
     all_ways, one_way = situations((4, 4), choices), situations((4, 4), choices, most=5)
     assert (all_ways.ways, one_way.ways) == (3, 1)
     best, narrow = (Dapple(costs, (4, 4), 4, places=places).best(2) for places in (all_ways, one_way))
