@@ -288,7 +288,7 @@ def test_everything_rests_in_shards_and_memory_is_a_share(model: str) -> None:
     share = simulate_plan(problem, plan).memory[0].by_kind
     for kind in ("parameters", "gradients", "optimizer state"):
         assert share[kind] == pytest.approx(whole[kind] / 4, rel=0.01)
-    assert share["activations"] < 0.5 * whole["activations"]
+    assert share["activations"] < 0.75 * whole["activations"], "a share, and what was gathered and is read again"
 
 
 def test_what_a_plan_runs_is_no_more_than_what_the_search_counts() -> None:
