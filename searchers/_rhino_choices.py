@@ -119,7 +119,9 @@ def choices(
             per_axis.append(tuple(s for s in found[cls] if _lies(s, wanted)))
         key = (call, signature, tuple(per_axis))
         if key not in made:
-            combined, priced, inside = [], [], []
+            combined: list[tuple[Split, ...]] = []
+            priced: list[int] = []
+            inside: list[tuple[int, int]] = []
             for splits in product(*per_axis):
                 local = _localised(call, splits, axes)
                 if local is None:

@@ -269,12 +269,8 @@ class MeshModel:
         for n, (layout, zero) in enumerate(options):
             part = shard_fraction(shape, layout, self.mesh.axes)
             over = part / self.mesh.replicas
-            parameter, gradient, state = (
-                float(table[0, 0]) * (over if zero > 2 else part),
-                float(table[1, 0]) * (over if zero > 1 else part),
-                float(table[2, 0]) * (over if zero > 0 else part),
-            )
-            bytes_each[n] = parameter + gradient + state
+            parts = (over if zero > 2 else part, over if zero > 1 else part, over if zero > 0 else part)
+            bytes_each[n] = float(np.dot(table[:3, 0], parts))  # parameter, gradient, optimizer state
             if trained:
                 costs[n] = self._state_seconds(float(table[1, 0]) * part, float(table[0, 0]) * part, zero)
                 costs[n] += self._update_seconds(int(op_values[0])) * (over if zero else part) * self._per_step

@@ -6,13 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from simpart.configure import layer_calls
+from simpart.flops import kernel_class_flops
 from simpart.graph import Graph
 from simpart.hardware import Device
+from simpart.ops import family_of
 from simpart.plan import REPLICA_AXIS, DeviceGroup, Devices
 from simpart.problem import Problem
 
-__all__ = ["AXIS_NAMES", "Setting", "guess_s", "settings", "split_axes"]
+__all__ = ["AXIS_NAMES", "Setting", "guess_s", "physical_floor_s", "settings", "split_axes"]
 
 AXIS_NAMES = ("x", "y")
 """Sharding axes, outermost first; with the replicas' axis a mesh has up to three."""
@@ -121,6 +125,19 @@ def guess_s(problem: Problem, setting: Setting, device: Device, parameter_bytes:
     share = parameter_bytes / (setting.stages * setting.parts)
     reduce_s = 2 * share / level.bytes_per_s if setting.replicas > 1 else 0.0
     return turns * work / (setting.stages * setting.parts) + reduce_s
+
+
+def physical_floor_s(problem: Problem) -> float:
+    """Below every objective: the products of a step at the peak of all devices. Cost models predict no less.
+
+    Attention is left out: of a causal one only half need be computed.
+    """
+    graph, micro_batch = problem.graph, 2
+    flops = kernel_class_flops(graph, micro_batch)
+    whole = np.array([family_of(kernel.target) != "attention" for kernel in graph.kernel_classes])
+    per_sample = float((flops * whole)[graph.flat.kernel_class].sum()) / micro_batch
+    rate = sum(count * device.peak(graph.precision) for device, count in problem.cluster.devices)
+    return problem.global_batch * per_sample / rate
 
 
 def _divisors(n: int) -> list[int]:

@@ -69,7 +69,7 @@ def program_stages(
         if a != b:
             crossing[a, b] = max(crossing.get((a, b), 0.0), 2 * weight)  # there, and its gradient back
     problem = StageProblem(
-        work=np.bincount(number[~clonable], op_seconds[~clonable], len(heads)),
+        work=np.bincount(number[~clonable], op_seconds[~clonable], len(heads)).astype(np.float64),
         edges=tuple((a, b, weight) for (a, b), weight in sorted(crossing.items())),
         stages=stages,
         count="edges",

@@ -61,9 +61,9 @@ def _make(graph: Graph) -> Wires:
         shapes.append(own)
     for call, start in zip(graph.calls, graph.value_offsets.tolist(), strict=True):
         makers += shapes[call.template]
-        sources = len(graph.templates[call.template].sources)
-        op_level += range(start, start + sources)
-        op_level += [-1] * (len(shapes[call.template]) - sources)
+        own_sources = len(graph.templates[call.template].sources)
+        op_level += range(start, start + own_sources)
+        op_level += [-1] * (len(shapes[call.template]) - own_sources)
     reader = np.repeat(np.arange(len(flat.kernel_op)), np.diff(flat.kernel_indptr))
     position = np.arange(len(reader)) - flat.kernel_indptr[reader]
     code = flat.kernel_class[reader] * 64 + position

@@ -27,7 +27,7 @@ from simpart.schedule import Schedule
 from simpart.searchers._cost_graph import Ints, Solution, linear_bound
 from simpart.searchers._rhino_levels import RhinoLevel, solve_level
 from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
-from simpart.searchers._rhino_settings import Setting, guess_s, settings, split_axes
+from simpart.searchers._rhino_settings import Setting, guess_s, physical_floor_s, settings, split_axes
 from simpart.searchers._rhino_stages import balanced_layers, program_stages, stage_ops
 from simpart.searching import Candidate, Control, Proposal
 from simpart.transfers import CommPrices
@@ -96,16 +96,16 @@ class _Search:
             yield Candidate(plan=None, family="all", why=why)
             return
         device = min(problem.cluster.kinds, key=lambda d: d.peak(problem.graph.precision))
-        size = float(state_table(problem.graph, problem.training)[0].sum())
-        order = []
+        state_bytes = float(state_table(problem.graph, problem.training)[0].sum())
+        order: list[tuple[float, int, Setting]] = []
         for setting in found:
             control.check()
-            order.append((guess_s(problem, setting, device, size), len(order), setting))
+            order.append((guess_s(problem, setting, device, state_bytes), len(order), setting))
         order.sort(key=lambda item: item[:2])
-        done = 0
-        for _, _, setting in order:
-            yield from self._setting(setting)
-            done += 1
+        physical_s = physical_floor_s(problem)
+        control.report(done=0, total=len(order), bound=physical_s)
+        for done, (_, _, setting) in enumerate(order, 1):
+            yield from self._setting(setting, physical_s)
             control.report(done=done, total=len(order))
         ranked = sorted(self.objective_of, key=self.objective_of.__getitem__)
         tried: set[Setting] = set()
@@ -113,15 +113,19 @@ class _Search:
             for other in split_axes(problem, setting):
                 if other not in tried:
                     tried.add(other)
-                    yield from self._setting(other)
+                    yield from self._setting(other, physical_s)
         if self.bounds:
-            control.report(done=done, total=done, bound=min(self.bounds))
+            control.report(done=len(order), total=len(order), bound=min(self.bounds))
 
     # --- one setting --------------------------------------------------------------------------------------------------
-    def _setting(self, setting: Setting) -> Iterator[Proposal]:
+    def _setting(self, setting: Setting, physical_s: float) -> Iterator[Proposal]:
         """Plans of one setting; again with less memory while they do not fit."""
         self.control.check()
         problem = self.problem
+        turns = (setting.micro_batches + setting.stages - 1) / setting.micro_batches
+        if physical_s * turns >= self.best_s:
+            self.bounds.append(physical_s * turns)
+            return
         graph = problem.graph.at(setting.micro_batch)
         try:
             stage_of = equal_layers(graph, setting.stages)
