@@ -31,6 +31,8 @@ __all__ = [
     "tofu_one_weird_trick", "tofu_seconds", "tofu_shared", "tofu_spartan",
 ]  # fmt: skip
 
+SEVERAL = (UNNESTED, 10 * UNNESTED, 30 * UNNESTED)
+"""How much nested cuts count in the plans of one search, from which simulation chooses."""
 MOST_JOINT = 64
 """Sequences of one group up to which all steps are tried together."""
 
@@ -213,12 +215,12 @@ def _work_s(problem: Problem, micro_batch: int) -> float:
 
 def tofu_seconds() -> Tofu:
     """Conversions by the seconds of the links that they cross, and gathers shared by their readers."""
-    return Tofu(name="tofu_seconds", seconds=True, share=True, unnested=(UNNESTED, 10 * UNNESTED))
+    return Tofu(name="tofu_seconds", seconds=True, share=True, unnested=SEVERAL)
 
 
 def tofu_shared() -> Tofu:
     """Bytes, with gathers shared by their readers: what a plan receives when it runs."""
-    return Tofu(name="tofu_shared", share=True)
+    return Tofu(name="tofu_shared", share=True, unnested=SEVERAL)
 
 
 def tofu_allrow() -> Tofu:
