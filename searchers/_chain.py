@@ -61,6 +61,7 @@ class StageCosts:
     allowed: npt.NDArray[np.bool_]  # False where batch or replica rules forbid the stage
     in_flight: Literal["gpipe", "1f1b"] = "gpipe"
     places: Bools | None = None
+    update_bytes: Floats | None = None  # needed at least: while parameters are updated, nothing is in flight
 
     @property
     def blocks(self) -> int:
@@ -90,7 +91,8 @@ class StageCosts:
     def bytes_needed(self, later_stages: int) -> Floats:
         """Device bytes of every stage when `later_stages` stages follow it."""
         count = self.micro_batches if self.in_flight == "gpipe" else min(self.micro_batches, later_stages + 1)
-        return self.static_bytes + count * self.stash_bytes
+        needed = self.static_bytes + count * self.stash_bytes
+        return needed if self.update_bytes is None else np.maximum(needed, self.update_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

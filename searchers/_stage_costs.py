@@ -184,7 +184,7 @@ class ChainProblem:
                 sizes.setdefault(kind, set()).add(samples)
         for kind, wanted in sizes.items():
             self.problem.prices(sorted(wanted), self.kinds[kind])
-        forward, backward, transfer, static, stash = (
+        forward, backward, transfer, static, stash, update = (
             np.stack(arrays, axis=-1) for arrays in zip(*(self._row(c, shape) for c in choices), strict=True)
         )
         full = forward.shape
@@ -196,6 +196,7 @@ class ChainProblem:
             allreduce_s=np.zeros(full),
             static_bytes=static,
             stash_bytes=stash,
+            update_bytes=update,
             limit_bytes=self.limit_bytes,
             micro_batches=shape.micro_batches,
             allowed=np.broadcast_to(self.sets.nested[:, :, None], full),
@@ -204,26 +205,30 @@ class ChainProblem:
         )
 
     def _row(self, choice: _Choice, shape: PipelineShape) -> tuple[Floats, ...]:
-        """[i, j] forward, backward, transfer, static bytes, bytes per micro-batch in flight of the slowest part."""
+        """[i, j] forward, backward, transfer, static bytes, bytes per micro-batch in flight, bytes during the update,
+        each of the worst part."""
         share, rows = 1 / shape.micro_batches, []
         all_reduce_s = self.all_reduce_s(choice.reduced)
         for kind, samples in choice.parts:
             state = self._state(kind)
             forward, backward = self._times(kind, samples, shape.recompute)
             once_s = all_reduce_s + state["update_s"]
-            static = state["all"] + self._transients(kind, samples, shape.recompute)
+            held = state["all"] + (self.limit_bytes - self.kinds[kind].usable_bytes)
             rows.append(
                 (
                     forward,
                     backward + (once_s * share + state["accumulate_s"] * (1 - share)),
-                    static + (self.limit_bytes - self.kinds[kind].usable_bytes),
+                    held + self._working(samples, shape.recompute),
                     self._stash(samples, shape.recompute) + self._transfers(samples)[0],
+                    held + state["update"],
                 )
             )
-        forward, backward, static, stash = (functools.reduce(np.maximum, arrays) for arrays in zip(*rows, strict=True))
+        forward, backward, static, stash, update = (
+            functools.reduce(np.maximum, arrays) for arrays in zip(*rows, strict=True)
+        )
         entering, leaving = self._transfers(max(samples for _, samples in choice.parts))
         transfer = self._curve("p2p", *choice.entering, entering) + self._curve("p2p", *choice.leaving, leaving)
-        return forward, backward, transfer, static, stash
+        return forward, backward, transfer, static, stash, update
 
     def shares(self, shape: PipelineShape, devices: Sequence[int]) -> tuple[int, ...] | None:
         """Samples of a micro-batch that each of these devices, which run one stage of all pipelines, takes."""
@@ -362,12 +367,6 @@ class ChainProblem:
         histogram = np.zeros((self.size, self.size))
         np.add.at(histogram, (maker, first_reader), size)
         return self.sets.both(histogram)
-
-    @lru_cache(maxsize=256)  # noqa: B019
-    def _transients(self, kind: int, micro_batch: int, recompute: bool) -> Floats:
-        """Largest working set of any block of a run, and what the optimizer holds while it updates (not at the same
-        time)."""
-        return np.maximum(self._working(micro_batch, recompute), self._state(kind)["update"])
 
     @lru_cache(maxsize=256)  # noqa: B019
     def _working(self, micro_batch: int, recompute: bool) -> Floats:
