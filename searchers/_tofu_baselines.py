@@ -16,8 +16,10 @@ from math import prod
 import numpy as np
 
 from simpart.placement import Partial, Replicate, Shard
-from simpart.searchers._tofu_search import Found, recursion
-from simpart.searchers._tofu_steps import Assignment, Step, Steps, Weigh
+from simpart.searchers._tofu_choices import Assignment
+from simpart.searchers._tofu_counts import Found
+from simpart.searchers._tofu_search import recursion
+from simpart.searchers._tofu_steps import Step, Steps, Weigh
 from simpart.searchers._tofu_work import Request, Rules, Workload
 
 __all__ = ["METHODS", "UNNESTED", "Method", "solve"]

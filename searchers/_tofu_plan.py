@@ -10,8 +10,8 @@ from simpart.placement import AxisStrategy, Placement, Shard, Sharding, StatePla
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.schedule import Schedule
 from simpart.searchers._tofu_coarse import Coarse
+from simpart.searchers._tofu_counts import Found, chosen_of
 from simpart.searchers._tofu_price import axis_names
-from simpart.searchers._tofu_search import Found, chosen_of
 from simpart.searchers._tofu_work import Request
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.patterns import by_pattern

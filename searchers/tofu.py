@@ -17,12 +17,14 @@ from simpart.graph import Graph
 from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.searchers._tofu_baselines import METHODS, UNNESTED, Method, solve
+from simpart.searchers._tofu_choices import check_factors
 from simpart.searchers._tofu_coarse import Coarse, coarsen
+from simpart.searchers._tofu_counts import Found, counted_bytes, link_bytes, lone_bound, recount, weighed
+from simpart.searchers._tofu_joint import joint
 from simpart.searchers._tofu_parallel import replicas, weird_trick
 from simpart.searchers._tofu_plan import mesh_group, plan_of
 from simpart.searchers._tofu_price import axis_names, seconds_of
-from simpart.searchers._tofu_search import Found, counted_bytes, joint, link_bytes, lone_bound, recount, weighed
-from simpart.searchers._tofu_steps import Steps, check_factors
+from simpart.searchers._tofu_steps import Steps
 from simpart.searchers._tofu_work import Workload
 from simpart.searching import Candidate, Control
 
@@ -131,7 +133,7 @@ def _check_divides(coarse: Coarse, parts: int) -> None:
     steps = Steps(coarse.work, (parts,))
     start = steps.start()
     for k in range(len(coarse.work.kernels)):
-        if any(r.cuts for r in steps.requests(k, steps.kernel(start, k), 0)):
+        if any(r.cuts for r in steps.choices.requests(k, steps.kernel(start, k), 0)):
             return
     raise UserError(
         f"tofu cuts dims into {parts} parts, and no dim of this model at micro-batch {coarse.micro_batch} divides by "

@@ -22,11 +22,14 @@ from simpart.problem import Problem
 from simpart.region_conversions import Box, box_of, part_of, step_cost
 from simpart.registry import default_costs, load_searcher
 from simpart.searchers._tofu_baselines import METHODS
+from simpart.searchers._tofu_choices import check_factors
 from simpart.searchers._tofu_coarse import coarsen
+from simpart.searchers._tofu_counts import counted_bytes, lone_bound, recount
+from simpart.searchers._tofu_joint import joint
 from simpart.searchers._tofu_plan import plan_of
 from simpart.searchers._tofu_regions import Region, cut, device_received, received
-from simpart.searchers._tofu_search import counted_bytes, joint, lone_bound, recount, recursion, tie_range
-from simpart.searchers._tofu_steps import Steps, check_factors
+from simpart.searchers._tofu_search import recursion, tie_range
+from simpart.searchers._tofu_steps import Steps
 from simpart.searchers._tofu_work import EinsumKernel, Link, Request, Rules, Value, Workload
 from simpart.searchers.tofu import Tofu, partition
 from simpart.searching import Control, search

@@ -17,6 +17,7 @@ __all__ = ["solve_mlp", "workload_of"]
 def solve_mlp(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Costs of the best plans of a small MLP; what is expected of single plans is not asserted, plans may tie."""
     search, steps = folder("searchers._tofu_search"), folder("searchers._tofu_steps")
+    joint, counts = folder("searchers._tofu_joint").joint, folder("searchers._tofu_counts")
     rules = folder("searchers._tofu_work").Rules
     work, factors = workload_of(inputs), tuple(inputs["k_factors"])
     made = steps.Steps(work, factors)
@@ -24,15 +25,15 @@ def solve_mlp(inputs: Mapping[str, Any]) -> dict[str, Any]:
     plain = search.recursion(made, beam=1, ties=1)
     if not low <= plain.total <= high:
         raise FormatError(f"a plain recursion gives {plain.total}, outside of {low} to {high}")
-    best = search.joint(made)
-    if abs(search.recount(work, plain) - plain.total) > 0.2 * plain.total:
+    best = joint(made)
+    if abs(counts.recount(work, plain) - plain.total) > 0.2 * plain.total:
         raise FormatError("devices receive other amounts than the recursion counts")
     with_whole = search.recursion(steps.Steps(work, factors[:1], rules(whole=True)))
     without = search.recursion(steps.Steps(work, factors[:1]))
     return {
         "one_cut_step1": int(without.total),
         "joint_optimum": int(best.total),
-        "joint_optimum_device_level": int(search.joint(made, by_device=True).total),
+        "joint_optimum_device_level": int(joint(made, by_device=True).total),
         "keep_all_ties_total": int(low),
         "plain_recursion_total_range": [int(low), int(high)],
         "one_cut_step1_if_tensors_may_also_stay_whole": int(with_whole.total),
