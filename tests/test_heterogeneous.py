@@ -215,7 +215,7 @@ def test_plans_on_two_kinds_beat_those_for_the_slowest_kind(gpt: Graph, name: st
     mixed = problem_on(gpt, MIXED, space)
     found = search(mixed, load_searcher(name))
     blind = search(problem_on(gpt, "dgx-v100:2", space), load_searcher(name))
-    assert found.best is not None and blind.best is not None
+    assert found.best is not None and blind.best is not None and blind.best.candidate.plan is not None
     (slow,) = evaluate(mixed, [blind.best.candidate.plan])
     assert found.best.evaluation.step_s < slow.step_s * 0.95
     plan = found.best.candidate.plan

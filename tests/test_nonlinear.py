@@ -34,8 +34,9 @@ def graph(request: pytest.FixtureRequest) -> Graph:
         image=64, patch=16, image_layers=2, image_hidden=64, image_heads=2, seq=16, vocab=200, text_layers=2,
         text_hidden=64, text_heads=2, embed=32,
     )  # fmt: skip
-    dims = {"unet": UNetDims(image=32, base=8, depth=2), "two_tower": small}[request.param]
-    return capture(ZooFactory(request.param, dims), model=request.param)
+    if request.param == "unet":
+        return capture(ZooFactory("unet", UNetDims(image=32, base=8, depth=2)), model="unet")
+    return capture(ZooFactory("two_tower", small), model="two_tower")
 
 
 def problem_of(graph: Graph, space: Space = SPACE) -> Problem:
