@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -50,15 +51,15 @@ class Learned:
     def _questions(self, signatures: Sequence[Signature]) -> list[Question | None]:
         """What signatures ask; remembered by object, since tables share theirs between devices and plans. Objects are
         kept alive as long, so that no other takes the place of one."""
-        asked = self._asked
-        new = [s for s in signatures if id(s) not in asked]
+        asked, places = self._asked, [*map(id, signatures)]
+        new = [s for s, place in zip(signatures, places, strict=True) if place not in asked]
         if len(asked) + len(new) > _MOST_REMEMBERED:
             asked.clear()
             self._kept.clear()
             new = list(signatures)
-        asked.update((id(s), question_of(s)) for s in new)
+        asked.update(zip(map(id, new), map(question_of, new), strict=True))
         self._kept.extend(new)
-        return [asked[id(s)] for s in signatures]
+        return [*map(asked.__getitem__, places)]
 
     def knows(self, table: SignatureTable, device: Device) -> Bools:
         """Rows that a learned family answers."""
@@ -73,16 +74,16 @@ class Learned:
         if device.kind != "gpu":
             return self.fallback.estimate(table, device)
         models = shipped_models(self.path)
-        groups: dict[str, list[Question]] = {name: [] for name in models}
         places: dict[str, list[int]] = {name: [] for name in models}
         rest: list[int] = []
         emulated = device.peak("bfloat16") < 0.9 * device.peak("float16")  # then 16-bit kernels are float16's
-        for i, question in enumerate(self._questions(table.signatures)):
-            if question is None or question.family not in groups or (emulated and _in_bfloat16(table.signatures[i])):
+        questions = self._questions(table.signatures)
+        for i, question in enumerate(questions):
+            mine = None if question is None else places.get(question[0])
+            if mine is None or (emulated and _in_bfloat16(table.signatures[i])):
                 rest.append(i)
             else:
-                groups[question.family].append(question)
-                places[question.family].append(i)
+                mine.append(i)
         count = len(table.signatures)
         mean, shared, own = np.zeros(count), np.zeros(count), np.zeros(count)
         family, provenance = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -92,12 +93,13 @@ class Learned:
             mean[rows], shared[rows], own[rows] = plain.mean_s, plain.shared_log_sd, plain.own_log_sd
             family[rows], provenance[rows] = plain.family, plain.provenance
         floor_s = _floor_s(models, device)
-        for name, asked in groups.items():
-            if asked:
-                rows = np.array(places[name], dtype=np.int64)
+        for name, found in places.items():
+            if found:
+                rows = np.array(found, dtype=np.int64)
+                asked: list[Question] = [questions[i] for i in found]  # type: ignore[misc]  # none is None, see above
                 seconds, shared[rows], own[rows], provenance[rows] = _answer(models[name], asked, device, floor_s)
                 mean[rows] = np.maximum(seconds, device.kernel_launch_s)
-                family[rows] = [_family_place(table.signatures[i]) for i in places[name]]
+                family[rows] = [_family_place(table.signatures[i]) for i in found]
         return Estimate(
             mean_s=mean, family=family, families=FAMILIES, shared_log_sd=shared, own_log_sd=own, provenance=provenance
         )
@@ -124,7 +126,7 @@ def _answer(model: FamilyModel, asked: list[Question], device: Device, floor_s: 
     family = FAMILY_MODELS[model.family]
     sheet, _, widened = sheet_of(device, family.dtype)
     _, sizes, ops, factors, detours = zip(*asked, strict=True)
-    values = np.array(sizes, dtype=np.float64)
+    values = np.fromiter(chain.from_iterable(sizes), np.float64, len(sizes) * len(sizes[0])).reshape(len(sizes), -1)
     rows = Rows(
         op=np.array([_OP_PLACE.get(op, 0) for op in ops], dtype=np.int64),
         dims={name: values[:, i] for i, name in enumerate(family.dims)},

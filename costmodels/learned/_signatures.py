@@ -146,9 +146,9 @@ def _attention(signature: Signature) -> Question | None:
         return None
     batch, heads, length, width = q.shape
     causal = _causal(signature.arguments) and length == k.shape[2]
-    size = float(DTYPE_BYTES[q.dtype])
-    mean_length = float(length * k.shape[2]) ** 0.5
-    dims = (float(batch), mean_length, float(heads), float(k.shape[1]), float(width), 0.0, float(causal), size, size)
+    size = DTYPE_BYTES[q.dtype]
+    mean_length = length if length == k.shape[2] else float(length * k.shape[2]) ** 0.5
+    dims = (batch, mean_length, heads, k.shape[1], width, 0, 1 if causal else 0, size, size)
     factor, sd = _ATTENTION_BACKWARD if backward else (1.0, 0.0 if length == k.shape[2] else 0.1)
     return Question("attention16" if causal else "attention16full", dims, factor=factor, prior_sd=sd)
 
@@ -202,10 +202,9 @@ def _memory(signature: Signature, family: str, target: _Target) -> Question | No
     if family == "fused":
         kind = _fused_kind(half, signature_family(signature) == "reduction")
     else:
-        with_number = family == "pointwise" and sum(len(form.shape) > 0 for form in signature.inputs) == 1
+        with_number = target.name in _WITH_NUMBER and sum(len(form.shape) > 0 for form in signature.inputs) == 1
         kind = _memory_kind(family, target.name, target.backward, half, with_number)
-    width = largest.shape[-1] if largest.shape else 1
-    rows = max(1, prod(largest.shape) // max(1, width))
+    rows = max(1, prod(largest.shape[:-1]))
     return Question(kind.family, (moved, rows, DTYPE_BYTES[largest.dtype], kind.reduces), kind.op, 1.0, kind.prior_sd)
 
 
