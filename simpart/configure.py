@@ -10,19 +10,30 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import numpy.typing as npt
 
-from simpart.errors import UnknownNameError, UserError
+from simpart.errors import ScheduleError, UnknownNameError, UserError
 from simpart.graph import Graph
 from simpart.partition import clonable_ops
 from simpart.placement import Sharding
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
-from simpart.schedule import LOOPED, SCHEDULES, Schedule, placement, read_schedule
+from simpart.schedule import LOOPED, SCHEDULES, Schedule, grid, placement, read_schedule
 from simpart.sharding.combine import Degrees, shard
 
-__all__ = ["RECOMPUTE", "ZERO_BUBBLE", "Configuration", "configure", "equal_layers", "layer_calls", "recompute_regions"]
+__all__ = [
+    "RECOMPUTE",
+    "SELECTIVE",
+    "ZERO_BUBBLE",
+    "Configuration",
+    "attention_regions",
+    "configure",
+    "equal_layers",
+    "layer_calls",
+    "recompute_regions",
+]
 
 Ints = npt.NDArray[np.int64]
 RECOMPUTE = ("none", "full")
+SELECTIVE = "selective"
 ZERO_BUBBLE = "zero-bubble"
 
 
@@ -32,7 +43,8 @@ class Configuration:
     is per replica. `sp` splits along the sequence what lies between tensor-parallel products; `vocab_parallel` None
     splits vocabularies where tp divides them; `ep` and `cp` split experts and sequences on axes of their own.
     `schedule` is a name, `zero-bubble` (an order made from the plan's own times within its devices' memory) or a .csv
-    file of rows; `virtual_stages` are those of a group where the schedule goes round several times."""
+    file of rows; `recompute` is none, full (layer by layer) or selective (of each layer its attention);
+    `virtual_stages` are those of a group where the schedule goes round several times."""
 
     pp: int = 1
     dp: int | None = None
@@ -56,8 +68,8 @@ class Configuration:
             raise UnknownNameError("schedule", self.schedule, [*SCHEDULES, ZERO_BUBBLE, "FILE.csv"])
         if self.virtual_stages is not None and self.schedule not in LOOPED:
             raise UserError(f"virtual stages go with {', '.join(LOOPED)}, got schedule {self.schedule}; leave them out")
-        if self.recompute not in RECOMPUTE:
-            raise UnknownNameError("recomputation", self.recompute, RECOMPUTE)
+        if self.recompute not in (*RECOMPUTE, SELECTIVE):
+            raise UnknownNameError("recomputation", self.recompute, (*RECOMPUTE, SELECTIVE))
         if not 0 <= self.zero <= 3:
             raise UserError(f"zero is 0, 1, 2 or 3, got {self.zero}")
         if self.tp == 1 and (self.sp or self.vocab_parallel):
@@ -138,7 +150,12 @@ def _schedule(configuration: Configuration) -> tuple[Schedule, tuple[int, ...]]:
     home = {action.stage: g for g, row in enumerate(rows) for action in row}
     missing = [s for s in range(max(home) + 1) if s not in home]
     if missing:
-        raise UserError(f"schedule {kind} has no action of stage {missing[0]}; count stages from 0 without a gap")
+        at = next((g, c) for g, row in enumerate(rows) for c, action in enumerate(row) if action.stage > missing[0])
+        raise ScheduleError(
+            f"schedule {kind} names stage {rows[at[0]][at[1]].stage}, but has no action of stage {missing[0]}; count "
+            "stages from 0 without a gap",
+            grid(rows, at),
+        )
     return schedule, tuple(home[s] for s in range(len(home)))
 
 
@@ -155,6 +172,8 @@ def _stages(graph: Graph, homes: tuple[int, ...], recompute: str, sharding: str 
         for s, group in enumerate(homes):
             ops = np.flatnonzero(stage_of == s)
             regions = recompute_regions(graph, ops) if recompute == "full" else ()
+            if recompute == SELECTIVE:
+                regions = attention_regions(graph, ops)
             stages.append(Stage(ops=OpSet.of(graph, ops), group=group, recompute=regions, sharding=sharding))
         known[key] = tuple(stages)
     return known[key]
@@ -298,6 +317,24 @@ def recompute_regions(graph: Graph, ops: Ints) -> tuple[OpSet, ...]:
         usable = ops[~mutates & (ops != int(flat.value_op[graph.loss]))]
         return (OpSet.of(graph, usable),) if usable.size else ()
     return regions
+
+
+def attention_regions(graph: Graph, ops: Ints) -> tuple[OpSet, ...]:
+    """Of each layer that lies in `ops` whole the modules that hold an attention, products before and behind it
+    included: inside is most of what grows with the sequence. Raises UserError where a model has no such layer."""
+    flat, found = graph.flat, []
+    sizes = np.bincount(flat.op_call, minlength=len(graph.calls))
+    whole = np.bincount(flat.op_call[ops], minlength=sizes.size) == sizes
+    layers = layer_calls(graph)
+    for call in layers:
+        inside = np.flatnonzero(flat.op_call == call)
+        classes = [graph.op_classes[c] for c in flat.op_class[inside]]
+        for path in dict.fromkeys(op.path for op in classes if op.kind == "attention"):
+            mine = [i for i, op in enumerate(classes) if op.path == path or op.path.startswith(f"{path}.")]
+            found.append((call, inside[mine[0] : mine[-1] + 1]))
+    if not found:
+        raise UserError("selective recomputation is of the attention in repeated layers, this model has none; use full")
+    return tuple(OpSet.of(graph, region) for call, region in found if whole[call])
 
 
 def _divisors(n: int) -> str:

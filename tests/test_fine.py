@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simpart.configure import Configuration, configure
+from simpart.configure import Configuration, attention_regions, configure
 from simpart.cost import Collective, CollectiveTable, Costs, SignatureTable
 from simpart.costmodels import AlphaBeta, Roofline
 from simpart.engines import replay
@@ -439,6 +439,22 @@ def test_a_region_is_run_again_right_before_its_backward() -> None:
         steps[name] = seconds(lower(given_problem, made, "fine"))
         assert steps[name] == pytest.approx(seconds(lower(given_problem, made)))
     assert steps == pytest.approx({"none": 14.0, "layers": 14.0 + 6, "activations": 14.0 + 2})
+
+
+def test_selective_recomputation_is_between_none_and_full() -> None:
+    """Time and memory of making the attention of each layer again."""
+    found = []
+    for recompute in ("none", "selective", "full"):
+        given_plan = configure(gpt(32), Configuration(pp=2, dp=4, micro_batch=2, recompute=recompute))
+        result = simulate_plan(gpt(32), given_plan, grain="fine")
+        found.append((result.step_s, -result.memory[0].by_kind["activations"]))
+    assert found[0][0] < found[1][0] < found[2][0] and found[0][1] < found[1][1] < found[2][1]
+    stage = configure(gpt(32), Configuration(pp=2, recompute="selective")).stages[0]
+    graph = graph_of(GPT)
+    paths = [{graph.op_ids[i].split("/")[0] for i in region.indices(graph)} for region in stage.recompute]
+    assert paths[1] == {"h.1.attn", "h.1.attn.qkv", "h.1.attn.proj"} and len(paths) == 4
+    with pytest.raises(UserError, match="this model has none; use full"):
+        attention_regions(chain(2), np.arange(4))
 
 
 def test_recomputed_collectives_are_sent_again() -> None:

@@ -13,7 +13,7 @@ import click
 
 from simpart.commands._notice import notice
 from simpart.commands._place import PLACE
-from simpart.configure import RECOMPUTE, Configuration
+from simpart.configure import RECOMPUTE, SELECTIVE, Configuration
 from simpart.cost import Costs
 from simpart.errors import UserError
 from simpart.hardware import Cluster, load_cluster
@@ -102,7 +102,12 @@ def configuration_options() -> Callable[[F], F]:
         click.option(
             "--virtual-stages", type=int, default=None, help="Stages per group of interleaved schedules.  [default: 2]"
         ),
-        click.option("--recompute", default="none", show_default=True, help=f"One of {', '.join(RECOMPUTE)}."),
+        click.option(
+            "--recompute",
+            default="none",
+            show_default=True,
+            help=f"One of {', '.join(RECOMPUTE)}, {SELECTIVE} (of each layer its attention).",
+        ),
     )
 
 
