@@ -35,6 +35,8 @@ PRODUCTS = frozenset({"convolution", "mm", "addmm", "bmm", "baddbmm", "embedding
 POINTS = 48
 """Points along each side of a tile map."""
 MOST_PER_COLUMN = 8
+MOST_EDGES = 15
+"""Edges along a side up to which tiles are told apart by lines and numbers; of more, stripes speak for themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,11 +209,15 @@ def _draw(plot: Plot, shape: tuple[int, ...], layout: Layout, axes: Axes, device
     scale = device / max(1, devices - 1) if devices > 20 else device
     plot.set_axis_on()
     plot.imshow(colours(scale), interpolation="nearest", aspect="auto")
+    striped = False
     for side in (0, 1):
         changes = np.flatnonzero((np.diff(device, axis=side) != 0).any(axis=1 - side)) + 0.5
+        if changes.size > MOST_EDGES:
+            striped = True
+            continue
         draw = plot.hlines if side == 0 else plot.vlines
         draw(changes, -0.5, POINTS - 0.5, colors="white", linewidths=0.8)
-    if devices <= 16:
+    if devices <= 16 and not striped:
         for number in np.unique(device).tolist():
             where = np.argwhere(device == number)
             y, x = where[(np.abs(where - np.median(where, axis=0)).sum(axis=1)).argmin()]
