@@ -279,7 +279,7 @@ def _moved(group: Shape, before: Shard, after: Shard, n: int) -> int:
         held, needed = _runs(group[before.dim], before, n, part), _runs(group[after.dim], after, n, part)
         width = sum(stop - start for start, stop in needed)
         if before.dim == after.dim:
-            common = sum(max(0, min(a[1], b[1]) - max(a[0], b[0])) for a in held for b in needed)
+            common = _overlap(held, needed)
             missing = (width - common) * prod(group) // group[before.dim]
         else:
             share = sum(stop - start for start, stop in held)
@@ -287,3 +287,15 @@ def _moved(group: Shape, before: Shard, after: Shard, n: int) -> int:
             missing = width * (group[before.dim] - share) * rest
         worst = max(worst, missing)
     return worst
+
+
+def _overlap(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> int:
+    """Length that two sorted lists of runs have in common."""
+    total = i = j = 0
+    while i < len(one) and j < len(other):
+        total += max(0, min(one[i][1], other[j][1]) - max(one[i][0], other[j][0]))
+        if one[i][1] < other[j][1]:
+            i += 1
+        else:
+            j += 1
+    return total
