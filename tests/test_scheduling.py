@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpart.configure import Configuration, configure
-from simpart.errors import UserError
+from simpart.errors import ScheduleError, UserError
 from simpart.schedule import SCHEDULES, format_rows
 from simpart.scheduling import fit_schedule, stage_times
 from simpart.simulation import evaluate, simulate_plan
@@ -73,3 +73,10 @@ def test_virtual_stages_go_with_schedules_that_go_round() -> None:
     made = configure(given, Configuration(pp=2, schedule="looped-bfs", virtual_stages=4))
     assert made.group_of_stage == (0, 1) * 4
     assert replace(made, batch=made.batch) == made
+
+
+def test_a_gap_in_the_stages_of_a_file_is_shown_in_its_grid(tmp_path: Path) -> None:
+    (tmp_path / "gap.csv").write_text("0F0,0B0\n1F0,7F1,1B0")
+    with pytest.raises(ScheduleError, match="names stage 7, but has no action of stage 2") as refused:
+        configure(problem(chain(8), 16), Configuration(pp=2, dp=2, schedule=str(tmp_path / "gap.csv")))
+    assert ">7F1<" in refused.value.grid
