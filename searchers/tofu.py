@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf, isfinite
 
 import numpy as np
 
@@ -167,6 +168,7 @@ class Tofu:
         if space.min_stages > 1:
             yield Candidate(plan=None, family=family, why="tofu makes plans of one stage; allow one")
             return
+        least_s = inf
         most = min(problem.global_batch, space.max_micro_batches or problem.global_batch)
         for count in (m for m in range(1, most + 1) if problem.global_batch % m == 0):
             control.check()
@@ -182,16 +184,22 @@ class Tofu:
                 except UserError as error:
                     yield Candidate(plan=None, family=f"{family}, {count} micro-batches", why=str(error))
                     break
-                yield self._candidate(problem, found, count, family)
+                candidate = self._candidate(problem, found, count, family)
+                least_s = min(least_s, candidate.bound_s)
+                yield candidate
                 fits = fits or (control.latest is not None and control.latest.evaluation.feasible)
             if fits:
-                return
+                break
+        if isfinite(least_s):
+            control.report(bound=least_s)
 
     def _candidate(self, problem: Problem, found: Partition, count: int, family: str) -> Candidate:
         objective, least = found.found.total, found.bound
-        words = f"{count} micro-batch{'es' if count > 1 else ''}, {found.bytes:.4g} B received"
+        unit = "s of conversions" if self.seconds else "B received"
+        words = f"{count} micro-batch{'es' if count > 1 else ''}, {objective:.4g} {unit}"
+        if self.method.name == "tofu":
+            words += f" (at least {least:.4g}: {100 * found.gap:.1f} % above it)"
         if not self.seconds:
-            words += f" (at least {least:.4g})" if self.method.name == "tofu" and not self.share else ""
             group = mesh_group(found.found.factors)
             weigh = seconds_of(problem.costs.communication, problem.cluster, group, axis_names(found.found.factors))
             objective, least = weighed(found.coarse.work, found.found, weigh), 0.0
