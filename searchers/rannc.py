@@ -89,7 +89,8 @@ class Rannc:
                 better = replace(answer, stages=stages, bound_s=None)
                 plan = chain_plan(problem, case.chain, case.shape, better, case.schedule)
                 objective_s = plan_lockstep_s(case.costs, stages)
-                yield Candidate(plan=plan, family=stages_text(len(stages)), objective_s=objective_s)
+                why = case.chain.order_text(stages)
+                yield Candidate(plan=plan, family=stages_text(len(stages)), objective_s=objective_s, why=why)
 
 
 def _linear(inputs: dict[str, Any], devices: int, pipelines: int, micro_batches: int) -> StageCosts:
