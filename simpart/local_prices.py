@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from simpart.cost import ComputeModel, unique
+from simpart.cost import ComputeModel, checked, unique
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.kernels import Mode
@@ -77,7 +77,7 @@ class LocalPrices:
             known.uses.append(uses[use])
             signatures.append(local_signature(whole[cls], uses[use]))
         table, index = unique(signatures)
-        estimate = self.compute.estimate(table, device)
+        estimate = checked(self.compute.estimate(table, device), table.signatures)
         fresh = sum_rows(estimate, index, np.arange(len(signatures)), len(signatures))
         known.amounts = fresh if known.amounts is None else _joined(known.amounts, fresh)
 
