@@ -104,9 +104,15 @@ class _Search:
         order.sort(key=lambda item: item[:2])
         physical_s = physical_floor_s(problem)
         control.report(done=0, total=len(order), bound=physical_s)
-        for done, (_, _, setting) in enumerate(order, 1):
-            yield from self._setting(setting, physical_s)
-            control.report(done=done, total=len(order))
+        done = 0
+        for number, batch in enumerate(_first_of_each(order)):
+            if number:  # first one setting of each family, then the others, those of good families first
+                best_of = self._best_of_families()
+                batch = sorted(batch, key=lambda item: (best_of.get(item[2].family, math.inf), item[:2]))
+            for _, _, setting in batch:
+                yield from self._setting(setting, physical_s)
+                done += 1
+                control.report(done=done, total=len(order))
         ranked = sorted(self.objective_of, key=self.objective_of.__getitem__)
         tried: set[Setting] = set()
         for setting in ranked[:BEST_SPLIT]:
@@ -116,6 +122,12 @@ class _Search:
                     yield from self._setting(other, physical_s)
         if self.bounds:
             control.report(done=len(order), total=len(order), bound=min(self.bounds))
+
+    def _best_of_families(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for setting, value in self.objective_of.items():
+            found[setting.family] = min(value, found.get(setting.family, math.inf))
+        return found
 
     # --- one setting --------------------------------------------------------------------------------------------------
     def _setting(self, setting: Setting, physical_s: float) -> Iterator[Proposal]:
@@ -266,3 +278,15 @@ class _Search:
         except UserError:
             return None
         return plan
+
+
+Guess = tuple[float, int, Setting]
+
+
+def _first_of_each(order: list[Guess]) -> tuple[list[Guess], list[Guess]]:
+    """The first setting of each family, and the others."""
+    first: dict[str, Guess] = {}
+    for item in order:
+        first.setdefault(item[2].family, item)
+    chosen = {item[1] for item in first.values()}
+    return list(first.values()), [item for item in order if item[1] not in chosen]
