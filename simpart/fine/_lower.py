@@ -12,6 +12,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from simpart.action_arrays import KINDS
 from simpart.fine._chain import COMPUTE, Item
 from simpart.fine._classes import Classes, collective_words
 from simpart.fine._settings import FineSettings
@@ -31,8 +32,6 @@ from simpart.sharding.mesh import axis_members
 __all__ = ["lower_fine"]
 
 Floats = npt.NDArray[np.float64]
-KINDS = "FBIW"
-"""Actions by the number of their `TaskKind`."""
 ALONE = (True, True)
 SEND, REDUCE, OPTIMIZER, COLLECTIVE = map(int, (
     TaskKind.SEND, TaskKind.REDUCE, TaskKind.OPTIMIZER, TaskKind.COLLECTIVE
@@ -82,8 +81,8 @@ class _Builder:
         every = [c for stage in self.stages for a in stage.chains for i in a.chain.items for c in i.collectives]
         self.communication.of(every)  # all at once
         self.costs = {
-            id(item): self._cost(stage, kind, action, item)
-            for stage in self.stages
+            id(item): self._cost(s, stage, kind, action, item)
+            for s, stage in enumerate(self.stages)
             for kind, action in [*stage.actions.items(), *([("B", stage.last)] if stage.last else [])]
             for item in action.chain.items
         }
@@ -104,8 +103,12 @@ class _Builder:
         last = None if self.last[s] < 0 else KINDS[int(kind[self.last[s]])]
         return stage_chains(self.lowering, self.plan, self.costed, s, kinds, last, self.settings)
 
-    def _cost(self, stage: StageChains, kind: str, action: ActionChain, item: Item) -> ClassCost:
-        """What an item takes when nothing slows it down. Its own error is shared by equal kernels or collectives."""
+    def _overhead_s(self, s: int, kind: str) -> float:
+        """What the host takes of an action beyond its kernels, as in the coarse grain."""
+        return self.costed.costs[4 * s + KINDS.index(kind)].overhead_s
+
+    def _cost(self, s: int, stage: StageChains, kind: str, action: ActionChain, item: Item) -> ClassCost:
+        """What an item takes when nothing slows it down, the first with what the host takes of the action. Its own error is shared by equal kernels or collectives."""
         device = action.variant.device
         if item.collectives:
             priced = [(row, 1.0) for row in self.communication.of(item.collectives)]
@@ -121,7 +124,7 @@ class _Builder:
             amounts.append((action.accumulations.total(counts[each:]), device.name))
         first, last = action.ends(item)
         copies = [(moving(stage.copies_s, device), 1.0)] if kind == "F" and last else []
-        return class_cost(source, amounts, copies, self.problem.costs.action_overhead_s if first else 0.0)
+        return class_cost(source, amounts, copies, self._overhead_s(s, kind) if first else 0.0)
 
     def _beside(self) -> Floats:
         """Part of each group's actions beside which its transfers go on, as in the coarse grain: those of a
@@ -191,7 +194,7 @@ class _Builder:
                     extra = cost.seconds * slowdown
                     cost = cost._replace(seconds=cost.seconds + extra, fixed_s=cost.fixed_s + extra)
                     name = f"{kind} of stage {s}" + ("" if ends == ALONE else f": {action.words(item)}")
-                    overhead = self.problem.costs.action_overhead_s if ends[0] else 0.0
+                    overhead = self._overhead_s(s, kind) if ends[0] else 0.0
                     number = classes.add(cost, name, coarse=coarse, ends=ends, overhead_s=overhead)
                 classes.known[key] = number
             numbers.append(classes.known[key])
