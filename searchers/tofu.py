@@ -198,7 +198,7 @@ class Tofu:
         unit = "s of conversions" if self.seconds else "B received"
         words = f"{count} micro-batch{'es' if count > 1 else ''}, {objective:.4g} {unit}"
         if self.method.name == "tofu":
-            words += f" (at least {least:.4g}: {100 * found.gap:.1f} % above it)"
+            words += f" (at least {least:.4g}, gap {100 * found.gap:.1f} %)"
         if not self.seconds:
             group = mesh_group(found.found.factors)
             weigh = seconds_of(problem.costs.communication, problem.cluster, group, axis_names(found.found.factors))
