@@ -27,7 +27,7 @@ from simpart.tdl import Call, Split, splits_following, splits_of
 from simpart.tdl.local import local_shape
 from simpart.transfers import CommPrices, sharing
 
-__all__ = ["Choices", "choices"]
+__all__ = ["Choices", "along_axis", "choices"]
 
 MOST_ALONG_AN_AXIS = 14
 """Splits of a kernel along one axis; strided ones beyond are left out."""

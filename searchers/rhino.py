@@ -11,7 +11,7 @@ AutoParallel.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,11 +25,14 @@ from simpart.plan import Batch, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._cost_graph import Ints, Solution, linear_bound
+from simpart.searchers._rhino_explain import resembles
 from simpart.searchers._rhino_levels import RhinoLevel, solve_level
 from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
+from simpart.searchers._rhino_pins import minimal_conflict, pins_on
 from simpart.searchers._rhino_settings import Setting, guess_s, physical_floor_s, settings, split_axes
 from simpart.searchers._rhino_stages import balanced_layers, program_stages, stage_ops
 from simpart.searching import Candidate, Control, Proposal
+from simpart.sharding.pins import Pin
 from simpart.transfers import CommPrices
 
 __all__ = ["Rhino", "rhino_o1", "rhino_o2", "rhino_o4"]
@@ -44,15 +47,16 @@ BEST_SPLIT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rhino:
-    """`level`: O1 to O4, see `_rhino_levels`."""
+    """`level`: O1 to O4, see `_rhino_levels`. `pins` by axis name (`x`, `y`) hold on every mesh that has the axis."""
 
     name: str = "rhino"
     level: RhinoLevel = "O3"
+    pins: tuple[tuple[str, tuple[Pin, ...]], ...] = ()
     objective: str = "(micro-batches + stages - 1) × an equal share of kernels and collectives, and once per step state"
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Proposal]:
         """Settings in the order of a guess; those whose kernels alone take longer than the best found are left out."""
-        yield from _Search(problem, self.level, control).run()
+        yield from _Search(problem, self.level, control, dict(self.pins)).run()
 
 
 def rhino_o1() -> Rhino:
@@ -75,6 +79,7 @@ class _Search:
     problem: Problem
     level: RhinoLevel
     control: Control
+    pins: dict[str, tuple[Pin, ...]] = field(default_factory=dict)
     best_s: float = math.inf
     bounds: list[float] = field(default_factory=list)
     objective_of: dict[Setting, float] = field(default_factory=dict)
@@ -158,6 +163,8 @@ class _Search:
             if solution.choice is None:
                 self.bounds.append(math.inf if solution.why else solution.bound)
                 why = solution.why or "no plan was found in time"
+                if self.pins and solution.why:
+                    why = self._conflict(setting, stage_of, spare, why)
                 yield Candidate(plan=None, family=setting.family, why=why)
                 return
             bound = solution.bound if math.isfinite(solution.bound) else linear_bound(model.graph)
@@ -169,6 +176,7 @@ class _Search:
                 yield Candidate(
                     plan=plan, family=setting.family, objective_s=objective_s,
                     bound_s=min(objective_s, bound + problem.costs.step_overhead_s),
+                    why=resembles(model, solution.choice),
                 )  # fmt: skip
                 evaluated = self.control.latest
                 if evaluated is None:
@@ -191,7 +199,9 @@ class _Search:
             return SECONDS_PER_SOLVE
         return max(0.1, min(SECONDS_PER_SOLVE, self.control.deadline - self.control.clock()))
 
-    def _model(self, setting: Setting, stage_of: Ints, spare: float) -> MeshModel:
+    def _model(
+        self, setting: Setting, stage_of: Ints, spare: float, pins: dict[str, tuple[Pin, ...]] | None = None
+    ) -> MeshModel:
         problem = self.problem
         graph = problem.graph.at(setting.micro_batch)
         device = min(problem.cluster.kinds, key=lambda d: d.memory_bytes)
@@ -213,10 +223,29 @@ class _Search:
             group=setting.group(0), replicas=setting.replicas, axes=setting.axes, micro_batch=setting.micro_batch,
             micro_batches=setting.micro_batches, stages=setting.stages, zero=self._zero(setting),
         )  # fmt: skip
-        key = (setting.micro_batch, setting.replicas, setting.axes)
-        model = MeshModel(problem, mesh, loads, regions, communication=self.prices, known=self.known.get(key))
+        chosen = self.pins if pins is None else pins
+        pinned = pins_on(graph, setting.micro_batch, setting.axes, chosen)
+        key = (setting.micro_batch, setting.replicas, setting.axes, tuple(chosen.items()))
+        model = MeshModel(
+            problem, mesh, loads, regions, pinned.allowed, pinned.rests, self.prices, known=self.known.get(key)
+        )
         self.known[key] = model.known
         return model
+
+    def _conflict(self, setting: Setting, stage_of: Ints, spare: float, why: str) -> str:
+        """The reason, with the fewest pins that bring it about; as it is where it holds without any."""
+
+        def possible(pins: Sequence[tuple[str, Pin]]) -> bool:
+            by_axis: dict[str, tuple[Pin, ...]] = {}
+            for axis, pin in pins:
+                by_axis[axis] = (*by_axis.get(axis, ()), pin)
+            model = self._model(setting, stage_of, spare, by_axis)
+            return solve_level(model.graph, "O3", seconds=self._seconds()).choice is not None
+
+        pins = [(axis, pin) for axis, _ in setting.axes for pin in self.pins.get(axis, ())]
+        if not pins or not possible([]):
+            return why
+        return f"{why}; without these pins it would fit: {', '.join(minimal_conflict(pins, possible))}"
 
     def _zero(self, setting: Setting) -> tuple[int, ...]:
         """ZeRO levels of parameters: what the space names, else all that differ in what they trade."""

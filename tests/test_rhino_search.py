@@ -12,14 +12,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
+from simpart.placement import Replicate, Shard
 from simpart.plan_format import PlanFile, save_plan
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
+from simpart.searchers.rhino import Rhino
 from simpart.searching import Budget, SearchResult, search
+from simpart.sharding import Pin
 from simpart.simulation import simulate_plan
 from simpart.training import TrainingSpec
 
@@ -114,6 +118,48 @@ def test_levels_cost_no_less_the_less_they_look() -> None:
     assert all(value is not None for value in values)
     assert sorted(values, reverse=True) == pytest.approx(values)  # type: ignore[type-var]
     assert least["rhino"] == pytest.approx(least["rhino_o4"], rel=0.01)
+
+
+def test_pins_are_kept() -> None:
+    pins = (
+        ("x", (Pin("parameter", "h.*.mlp.fc.weight", Shard(0)), Pin("parameter", "h.*.mlp.proj.weight", Shard(1)))),
+    )
+    problem = problem_of(graph_of(GPT), 2, 4, ONE_STAGE, fast=3000.0)
+    result = search(problem, Rhino(pins=pins), Budget())
+    assert result.best is not None
+    assert result.best.candidate.plan is not None
+    state = dict(result.best.candidate.plan.state)
+    assert state["h.*.mlp.fc.weight"].parameter == (("x", Shard(0)),)
+    assert state["h.*.mlp.proj.weight"].parameter == (("x", Shard(1)),)
+
+
+def test_pins_that_do_not_fit_are_named_and_no_others() -> None:
+    graph = graph_of("gpt:layers=2,hidden=256,heads=4,seq=32,vocab=256")
+    problem = problem_of(graph, 2, 2, ONE_STAGE, fast=3000.0)
+    whole = [Pin("parameter", f"h.*.mlp.{name}.weight", Replicate()) for name in ("fc", "proj")]
+    pins = (("x", (*whole, Pin("parameter", "wpe.weight", Replicate()))),)
+    device = problem.cluster.device(0)
+    room = 16.0 * graph.parameter_count * 0.65 + 4e6
+    device = replace(device, memory_bytes=device.reserved_bytes + int(room))
+    problem = replace_problem(problem, replace(problem.cluster, devices=((device, 2),)))
+    result = search(problem, Rhino(pins=pins), Budget())
+    named = [why for why in result.infeasible if "without these pins" in why]
+    assert named
+    assert "h.*.mlp.fc.weight R on x" in named[0]
+    assert "wpe" not in named[0]
+
+
+def test_a_pin_that_no_strategy_keeps_is_refused_with_those_there_are() -> None:
+    pins = (("x", (Pin("kernel", "h.0.attn/aten.scaled_dot_product_attention.default#0|F|*", Shard(3)),)),)
+    problem = problem_of(graph_of(GPT), 2, 4, ONE_STAGE, fast=3000.0)
+    with pytest.raises(UserError, match="cannot leave its output"):
+        search(problem, Rhino(pins=pins), Budget())
+
+
+def test_a_plan_is_told_in_the_words_people_use() -> None:
+    result = found(problem_of(graph_of(GPT), 2, 4, ONE_STAGE, fast=3000.0))
+    assert result.best is not None
+    assert result.best.candidate.why.startswith("x: ")
 
 
 @pytest.mark.slow
