@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations_with_replacement, product
-from math import inf, prod
+from math import gcd, inf, prod
 
 import numpy as np
 
@@ -120,16 +120,17 @@ def lone_bound(steps: Steps) -> float:
     """A lower bound of the bytes of any plan: every kernel for itself, its values cut as it likes best.
 
     An operand that is not cut in the steps U costs (product of k over U, less 1) times its bytes, whatever the order;
-    so does an output left as terms in the steps U. Conversions between cuts only add to that.
+    so does an output left as terms in the steps U. Conversions between cuts only add to that. Values that may run out
+    of dims to cut are left out: whole ones cost nothing to read.
     """
     work, factors, total = steps.work, steps.factors, 0.0
     sizes = sorted(set(factors))
     for k, kernel in enumerate(work.kernels):
         outside = [x for x in work.links_of[k] if work.group_of[work.node_of_value(x.value)] != work.group_of[k]]
-        outside = [x for x in outside if _can_be_cut(work.values[x.value].shape, sizes)]
+        outside = [x for x in outside if _is_always_cut(work.values[x.value].shape, factors)]
         if not outside:
             continue
-        rows = set()
+        rows = {tuple(not x.makes for x in outside)}  # run whole
         for parts in sizes:
             for request in steps.choices.requests(k, KernelState.of(kernel), factors.index(parts)):
                 rows.add(tuple(_stays(request, x) for x in outside))
@@ -148,8 +149,16 @@ def lone_bound(steps: Steps) -> float:
     return total
 
 
-def _can_be_cut(shape: tuple[int, ...], sizes: Sequence[int]) -> bool:
-    return any(n % parts == 0 for parts in sizes for n in shape)
+def _is_always_cut(shape: tuple[int, ...], factors: Sequence[int]) -> bool:
+    """Whether some dim divides in every step, however the steps before have cut."""
+    for parts in set(factors):
+        left = 0
+        for n in shape:
+            while n and n % parts == 0:
+                n, left = n // parts, left + 1
+        if left < sum(gcd(parts, other) > 1 for other in factors):
+            return False
+    return True
 
 
 def _stays(request: Request, link: Link) -> bool:
