@@ -63,7 +63,8 @@ class ActionCosts:
         self, plan: Plan, layout: Layout, arrangement: Arrangement, s: int, sharded: int
     ) -> tuple[ClassCost, ...]:
         """Gradients are accumulated with the weight gradients; collectives of a split backward go with the part whose
-        values they move."""
+        values they move. The host launches ahead of the device, so that an action waits for it only where all its
+        launches take longer than all its kernels."""
         problem = self.layouts.problem
         slowest: dict[str, tuple[float, list[Amount], Device]] = {}
         copies = 0.0
@@ -87,17 +88,21 @@ class ActionCosts:
         sending = self._sending(plan, layout, s, variants, sharded)
         costs = []
         for kind in "FBIW":
-            _, amounts, device = slowest[kind]
+            seconds, amounts, device = slowest[kind]
             priced = [(row, float(times)) for _, row, times in sending.get(kind, ())]
             if kind == "F":
                 priced.append((moving(copies, device), 1.0))
+            launches = sum(float(a.launches[0]) for a in amounts) + sum(times for _, times in priced)
+            host_s = launches * problem.costs.launch_s(problem.mode, device)
+            waiting_s = max(0.0, host_s - seconds - sum(row.seconds * times for row, times in priced))
             costs.append(
                 class_cost(
                     f"{device.name} {'F' if kind == 'F' else 'B'}",
                     [(amount, device.name) for amount in amounts],
                     priced,
-                    problem.costs.action_overhead_s,
+                    problem.costs.action_overhead_s + waiting_s,
                     [(axis, row.seconds * times) for axis, row, times in sending.get(kind, ())],
+                    launches,
                 )
             )
         return tuple(costs)

@@ -112,18 +112,28 @@ class Costs:
     """The two models a Problem prices with, and overheads per device name that profiles of it have shown.
 
     `step_overhead_s` is fixed time per training step; `action_overhead_s` per pipeline action (launching a stage's
-    forward or backward). `overlap_slowdown`: by which part kernels run slower while their device sends or receives
-    besides (0.1: 10 %); 0 leaves it out. `step_log_sd`: by how much whole steps differ from what right kernels and
-    collectives would add up to (software, caches, clocks under load), one factor for all plans on the same devices.
+    forward or backward). `eager_launch_s` and `compiled_launch_s` are what the host takes to launch one kernel or
+    collective in each mode: an action on a GPU takes at least as long as its launches. `overlap_slowdown`: by which
+    part kernels run slower while their device sends or receives besides (0.1: 10 %); 0 leaves it out. `step_log_sd`:
+    by how much whole steps differ from what right kernels and collectives would add up to (software, caches, clocks
+    under load), one factor for all plans on the same devices.
     """
 
     compute: ComputeModel
     communication: CommModel
     step_overhead_s: float = 0.0
     action_overhead_s: float = 0.0
+    eager_launch_s: float = 0.0
+    compiled_launch_s: float = 0.0
     overlap_slowdown: float = 0.0
     step_log_sd: float = 0.0
     description: str = ""
+
+    def launch_s(self, mode: Mode, device: Device) -> float:
+        """Host seconds per launch of an action on a device; kernels of a CPU are run by the thread that calls them."""
+        if device.kind != "gpu":
+            return 0.0
+        return self.eager_launch_s if mode == "eager" else self.compiled_launch_s
 
 
 def checked(estimate: Estimate, asked: Sequence[Signature | Collective]) -> Estimate:

@@ -40,8 +40,9 @@ def moving(seconds: float, device: Device) -> Priced:
 
 class ClassCost(NamedTuple):
     """What one task of a class takes and of what that consists: amounts with their place, priced things with how often
-    they happen, and fixed time. Own errors of classes with equal `source` are one error; `inside` are seconds of
-    collectives by axis."""
+    they happen, and fixed time, of which `overhead_s` is what the host takes. Own errors of classes with equal `source`
+    are one error; `inside` are seconds of collectives by axis; `launches` counts kernels and collectives, where the
+    host can be what limits."""
 
     seconds: float
     amounts: tuple[tuple[Amount, str], ...]
@@ -49,22 +50,26 @@ class ClassCost(NamedTuple):
     fixed_s: float
     source: str
     inside: tuple[tuple[str, float], ...]
+    overhead_s: float = 0.0
+    launches: float = 0.0
 
 
 def class_cost(
     source: str,
     amounts: Iterable[tuple[Amount, str]] = (),
     priced: Iterable[tuple[Priced, float]] = (),
-    fixed_s: float = 0.0,
+    overhead_s: float = 0.0,
     inside: Iterable[tuple[str, float]] = (),
+    launches: float = 0.0,
 ) -> ClassCost:
-    """A ClassCost with its sum."""
+    """A ClassCost with its sum; of fixed time there is only the host's."""
     kept, rows = tuple(amounts), tuple(priced)
     seconds = sum(float(amount.seconds[0]) for amount, _ in kept) + sum(row.seconds * times for row, times in rows)
     by_axis: dict[str, float] = {}
     for axis, part in inside:
         by_axis[axis] = by_axis.get(axis, 0.0) + part
-    return ClassCost(seconds + fixed_s, kept, rows, fixed_s, source, tuple(by_axis.items()))
+    total, axes = seconds + overhead_s, tuple(by_axis.items())
+    return ClassCost(total, kept, rows, overhead_s, source, axes, overhead_s, launches)
 
 
 def priced_rows(estimate: Estimate, place: str) -> list[Priced]:

@@ -28,8 +28,8 @@ def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]
 
     `compute` is its own work; `communication pp` waiting while a transfer to it is under way, `communication dp`,
     `tied` and `norm` its gradient collectives (with waiting for other groups to join); `bubble` the rest of its
-    waiting; `overhead` fixed times per step and action. Collectives within actions count under their axis; in the fine
-    grain, that is what the compute stream waits for them.
+    waiting; `overhead` fixed times per step and action, and waiting for the host to launch. Collectives within
+    actions count under their axis; in the fine grain, that is what the compute stream waits for them.
     """
     topology, facts = program.topology, program.facts
     assert facts is not None  # simulate checks
@@ -50,7 +50,7 @@ def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]
             sending = _sending(program, times, task, before, start)
             shares["communication pp"] += sending
             shares["bubble"] += start - before - sending
-            fixed = min(end - start, facts.action_overhead_s if topology.kind[task] < TaskKind.SEND else 0.0)
+            fixed = min(end - start, float(facts.class_overhead_s[topology.task_class[task]]))
             shares["overhead"] += fixed
             within = {axis: float(seconds[topology.task_class[task]]) for axis, seconds in facts.inside}
             for axis, seconds in within.items():
@@ -64,7 +64,7 @@ def limits_of(program: Program, times: Times, step_s: float) -> dict[str, float]
 def _limits_of_streams(program: Program, times: Times, step_s: float) -> dict[str, float]:
     """The same from a group's compute stream: each gap is followed back through what the next task waited for."""
     topology, facts = program.topology, program.facts
-    assert facts is not None and facts.class_overhead_s is not None  # lower gives both
+    assert facts is not None  # lower gives them
     group = bottleneck(program)
     names = ["compute", "communication pp", "bubble", "overhead"]
     names += [f"communication {axis}" for axis in (*facts.reduction_axes, *facts.class_axes) if axis]
@@ -148,9 +148,7 @@ def parts_of(program: Program) -> dict[str, Floats]:
     if program.grain == "fine":
         return _parts_of_streams(program, kind)
     first_reduction = task_s.size - topology.groups - len(facts.reduction_axes)
-    parts = {
-        "overhead": np.where((kind >= 0) & (kind < TaskKind.SEND), np.minimum(task_s, facts.action_overhead_s), 0.0)
-    }
+    parts = {"overhead": np.minimum(task_s, facts.class_overhead_s)}
     for axis, seconds in facts.inside:
         parts[f"communication {axis}"] = seconds.copy()
     parts.setdefault("communication pp", np.zeros(task_s.size))
@@ -164,7 +162,7 @@ def parts_of(program: Program) -> dict[str, Floats]:
 
 def _parts_of_streams(program: Program, kind: Ints) -> dict[str, Floats]:
     facts, task_s = program.facts, program.durations.task_s
-    assert facts is not None and facts.class_overhead_s is not None  # lower gives both
+    assert facts is not None  # lower gives them
     parts = {"overhead": np.minimum(task_s, facts.class_overhead_s)}
     parts["communication pp"] = np.where(kind == TaskKind.SEND, task_s, 0.0)
     names = np.array(facts.class_axes)

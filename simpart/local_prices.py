@@ -99,4 +99,5 @@ def _joined(a: Amount, b: Amount) -> Amount:
         own_variance=np.concatenate([a.own_variance, b.own_variance]),
         families=families,
         shared_log_sd=shared,
+        launches=np.concatenate([a.launches, b.launches]),
     )

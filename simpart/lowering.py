@@ -189,7 +189,7 @@ class Lowering:
             model_flops=float(plan.batch.micro_batches * per_micro_batch),
             peak_flops_per_s=costed.arrangement.peak_flops_per_s,
             overhead_s=problem.costs.step_overhead_s,
-            action_overhead_s=problem.costs.action_overhead_s,
+            class_overhead_s=np.array([cost.overhead_s for cost in costed.costs]),
             step_log_sd=problem.costs.step_log_sd,
             reduction_axes=tuple(reduction.axis for reduction in costed.reductions),
             inside=tuple(sorted(inside.items())),

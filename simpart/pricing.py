@@ -29,7 +29,7 @@ class Amount:
     `by_provenance[i, p]`.
 
     `own_variance[i]` is the variance of row i from errors of its own kernels, in s²; errors shared within a family
-    are in `shared_log_sd[f]`.
+    are in `shared_log_sd[f]`. `launches[i]` counts the kernels of row i; views take no time and are none.
     """
 
     seconds: Floats
@@ -38,6 +38,7 @@ class Amount:
     own_variance: Floats
     families: tuple[str, ...]
     shared_log_sd: Floats
+    launches: Floats
 
     def total(self, weights: Floats) -> Amount:
         """One row: the sum of all rows, each taken `weights` times."""
@@ -49,6 +50,7 @@ class Amount:
             own_variance=w**2 @ self.own_variance,
             families=self.families,
             shared_log_sd=self.shared_log_sd,
+            launches=w @ self.launches,
         )
 
 
@@ -107,6 +109,7 @@ def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int, part: Floats |
     np.add.at(by_provenance, (owner, estimate.provenance[rows]), mean)
     shared = np.zeros(len(estimate.families))
     np.maximum.at(shared, estimate.family, estimate.shared_log_sd)
+    launched = (estimate.mean_s[rows] > 0) * (1.0 if part is None else part)
     return Amount(
         seconds=np.bincount(owner, weights=mean, minlength=n).astype(np.float64),
         by_family=by_family,
@@ -114,6 +117,7 @@ def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int, part: Floats |
         own_variance=np.bincount(owner, weights=own, minlength=n).astype(np.float64),
         families=estimate.families,
         shared_log_sd=shared,
+        launches=np.bincount(owner, weights=launched, minlength=n).astype(np.float64),
     )
 
 

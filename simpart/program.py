@@ -130,9 +130,9 @@ class Spread:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepFacts:
     """What a step achieves and what it may use. `inside` has the seconds per task class of collectives within
-    actions, by axis; in the fine grain `class_axes` has the axis of classes that are collectives ("" of others) and
-    `class_overhead_s` the fixed time within each. `stages_of_group` are stage numbers, `devices` places in
-    the cluster; the three rows of bytes and factors are per group: of the
+    actions, by axis; in the fine grain `class_axes` has the axis of classes that are collectives ("" of others);
+    `class_overhead_s` is what the host takes within each class. `stages_of_group` are stage numbers, `devices` places
+    in the cluster; the three rows of bytes and factors are per group: of the
     device with the least room. Device bytes are allocated × `allocator_factor` + `reserved_bytes`."""
 
     samples: int
@@ -140,7 +140,6 @@ class StepFacts:
     model_flops: float
     peak_flops_per_s: float
     overhead_s: float
-    action_overhead_s: float
     step_log_sd: float
     reduction_axes: tuple[str, ...]
     inside: tuple[tuple[str, Floats], ...]
@@ -150,8 +149,8 @@ class StepFacts:
     capacity_bytes: tuple[int, ...]
     reserved_bytes: tuple[int, ...]
     allocator_factor: tuple[float, ...]
+    class_overhead_s: Floats
     class_axes: tuple[str, ...] = ()
-    class_overhead_s: Floats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,7 +108,8 @@ class _Builder:
         return self.costed.costs[4 * s + KINDS.index(kind)].overhead_s
 
     def _cost(self, s: int, stage: StageChains, kind: str, action: ActionChain, item: Item) -> ClassCost:
-        """What an item takes when nothing slows it down, the first with what the host takes of the action. Its own error is shared by equal kernels or collectives."""
+        """What an item takes when nothing slows it down, the first with what the host takes of the action. Its own
+        error is shared by equal kernels or collectives."""
         device = action.variant.device
         if item.collectives:
             priced = [(row, 1.0) for row in self.communication.of(item.collectives)]
