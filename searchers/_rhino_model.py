@@ -248,6 +248,7 @@ class MeshModel:
         for gradient in gradients:
             wanted.update(dict.fromkeys(self._left(gradient)))
         pinned = self._rests.get(maker, {})
+        wanted[tuple(pinned.get(name, Replicate()) for name, _ in self.mesh.axes)] = None
         layouts = [
             layout
             for layout in wanted
