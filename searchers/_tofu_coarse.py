@@ -49,8 +49,6 @@ class Coarse:
     kernel_of: tuple[int, ...]
     value_of: tuple[int, ...]
     first_class: tuple[int, ...]
-    kernels: int
-    values: int
 
 
 def coarsen(graph: Graph, micro_batch: int, factors: tuple[int, ...], *, merge: bool = True) -> Coarse:
@@ -77,7 +75,6 @@ def coarsen(graph: Graph, micro_batch: int, factors: tuple[int, ...], *, merge: 
     return Coarse(
         graph=graph, micro_batch=micro_batch, work=_without_misfits(work, factors), kernel_of=tuple(kernel_of.tolist()),
         value_of=tuple(value_of.tolist()), first_class=tuple(first[k] for k in range(used)),
-        kernels=len(flat.kernel_class), values=len(flat.kernel_value_spec),
     )  # fmt: skip
 
 
@@ -116,7 +113,7 @@ def _merged(graph: Graph, calls: tuple[Call, ...]) -> np.ndarray:
                         (plain[maker[ref][0]], template.kernels[maker[ref][0]].outputs[maker[ref][1]])
                         if ref in maker
                         else ref
-                        for ref in _sorted_inputs(kernel.inputs, kernel.target)
+                        for ref in kernel.inputs
                     ),
                 )
                 for i, kernel in enumerate(template.kernels)
@@ -125,10 +122,6 @@ def _merged(graph: Graph, calls: tuple[Call, ...]) -> np.ndarray:
         stands += [base + known.setdefault(colour, i) for i, colour in enumerate(colours)]
         base += len(template.kernels)
     return np.array(stands, dtype=np.int64)
-
-
-def _sorted_inputs(inputs: tuple[int, ...], target: str) -> tuple[int, ...]:
-    return inputs
 
 
 def _values(graph: Graph, micro_batch: int, mine: np.ndarray) -> np.ndarray:

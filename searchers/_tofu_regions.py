@@ -16,7 +16,7 @@ from math import prod
 from simpart.placement import Halo, Partial, Placement, Replicate, Shard
 from simpart.region_conversions import box_of, overlap, part_of, step_cost
 
-__all__ = ["Region", "cut", "device_received", "divides", "held_share", "received"]
+__all__ = ["Region", "cut", "device_received", "divides", "received"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +142,6 @@ def _renumbered(region: Region, place: Placement, names: Names) -> Placement:
 
 
 # --- all devices -----------------------------------------------------------------------------------------------------
-def held_share(places: Sequence[Placement], factors: Sequence[int]) -> float:
-    """Part of a tensor that a device holds."""
-    return 1.0 / prod(k for place, k in zip(places, factors, strict=True) if isinstance(place, Shard))
-
-
 @lru_cache(maxsize=65536)
 def device_received(
     shape: tuple[int, ...], lies: tuple[Placement, ...], needed: tuple[Placement, ...], factors: tuple[int, ...]

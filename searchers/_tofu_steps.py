@@ -137,10 +137,6 @@ class Steps:
             self._states[group].append(content)
         return known[content]
 
-    def content(self, group: int, state: int) -> tuple[object, ...]:
-        """`KernelState` or `Region` of every node of a group."""
-        return self._states[group][state]
-
     def kernel(self, state: State, kernel: int) -> KernelState:
         found = self._node(state, kernel)
         assert isinstance(found, KernelState)

@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from simpart.placement import Halo, Partial, Placement, Replicate, Shard
-from simpart.searchers._tofu_regions import Region, cut, divides
+from simpart.searchers._tofu_regions import Region, cut
 from simpart.tdl import Call, local_call, splits_following, splits_of
 
-__all__ = ["AtenKernel", "EinsumKernel", "Kernel", "Link", "Request", "Rules", "Value", "Workload"]
+__all__ = [
+    "AtenKernel", "EinsumKernel", "Kernel", "KernelState", "Link", "Request", "Rules", "Value", "Workload", "place_at",
+    "whole_request",
+]  # fmt: skip
 
 R = Replicate()
 
@@ -170,17 +173,6 @@ class Workload:
     def node_of_value(self, value: int) -> int:
         return len(self.kernels) + value
 
-    @property
-    def bytes_cut(self) -> int:
-        """Bytes of all values together."""
-        total = 0
-        for value in self.values:
-            size = value.itemsize * value.count
-            for n in value.shape:
-                size *= n
-            total += size
-        return total
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
@@ -231,7 +223,3 @@ def whole_request(kernel: Kernel) -> Request:
 
 def place_at(request: Request, link: Link) -> Placement:
     return request.outputs[link.position] if link.makes else request.inputs[link.position]
-
-
-def can_cut(region: Region, place: Placement, parts: int) -> bool:
-    return isinstance(place, Shard) and divides(region, place, parts)
