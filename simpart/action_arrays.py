@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from simpart.schedule import Overlapped, Rows
+from simpart.schedule import Overlapped, Rows, interleaved_arrays
 
 if TYPE_CHECKING:
     from simpart.topology import Shape
@@ -31,7 +31,7 @@ class Actions(NamedTuple):
 
 
 def actions_of(shape: Shape) -> Actions:
-    """The schedule's rows; those of GPipe and 1F1B without a Python object per action (equal to `schedule.rows`)."""
+    """The schedule's rows; most without a Python object per action (equal to `schedule.rows`)."""
     stages, count = len(shape.group_of_stage), shape.micro_batches
     one_each = len(set(shape.group_of_stage)) == stages
     if shape.schedule.kind == "1f1b" and one_each:
@@ -60,6 +60,13 @@ def actions_of(shape: Shape) -> Actions:
         indptr = np.cumsum([0] + [2 * count * found.size for found in parts])
         each = np.tile(np.arange(count, dtype=INDEX), there.size)
         return Actions(indptr, np.repeat(there, count), np.repeat(kinds, count), each, NONE)
+    if shape.schedule.kind == "interleaved-1f1b":
+        indptr, *parts = interleaved_arrays(shape.group_of_stage, count)
+        return Actions(indptr, *(part.astype(INDEX) for part in parts), NONE)
+    order = shape.schedule.order(shape.group_of_stage, count)
+    if order is not None:
+        parts = (np.asarray(part, dtype=INDEX) for part in (order.stage, order.kind, order.micro_batch))
+        return Actions(order.indptr, *parts, NONE)
     return actions_of_rows(shape.schedule.rows(shape.group_of_stage, count))
 
 

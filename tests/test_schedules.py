@@ -104,8 +104,10 @@ def test_worked_examples(
 
 @pytest.mark.parametrize(
     ("kind", "groups"),
-    [("1f1b", (0,)), ("1f1b", (0, 1, 2)), ("1f1b", (2, 0, 1)), ("gpipe", (0, 1, 2)), ("gpipe", (0, 1, 0, 1))],
-)
+    [("1f1b", (0,)), ("1f1b", (0, 1, 2)), ("1f1b", (2, 0, 1)), ("gpipe", (0, 1, 2)), ("gpipe", (0, 1, 0, 1)),
+     ("interleaved-1f1b", (0, 1)), ("interleaved-1f1b", (1, 0, 2) * 3), ("interleaved-1f1b", (0, 0)), ("zb-h1", (1, 0)),
+     ("zb-h2", (0, 1, 2)), ("v-half", (0, 1, 1, 0)), ("v-min", (1, 0, 2, 2, 0, 1))],
+)  # fmt: skip
 @pytest.mark.parametrize("count", [1, 2, 7])
 def test_fast_rows_equal_the_schedules_own(groups: tuple[int, ...], kind: str, count: int) -> None:
     shape = Shape(groups, Schedule(kind=kind), count, ())
@@ -270,6 +272,22 @@ def test_zero_bubble_orders_are_complete_and_stay_within_memory(
     for s, g in enumerate(home):
         work[g] += count * (times.forward_s[s] + times.input_s[s] + times.weight_s[s])
     assert max(end for _, end in group_spans(rows, times)) >= max(work) - 1e-9
+
+
+@pytest.mark.parametrize("home", [(0, 1, 2, 3), (1, 2, 0), (0, 1, 2, 2, 1, 0)])
+def test_zero_bubble_orders_are_the_same_with_and_without_machine_code(
+    home: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("numba")
+    rng = np.random.default_rng(0)
+    f, i, w, held = rng.uniform(0.2, 2.0, (4, len(home))).tolist()
+    times = StageTimes(
+        forward_s=tuple(f), input_s=tuple(i), weight_s=tuple(w), send_s=(0.3,) * (len(home) - 1), held=tuple(held),
+        kept=tuple(x / 2 for x in held),
+    )  # fmt: skip
+    fast = zero_bubble(home, 20, times, 12.0)
+    monkeypatch.setenv("SIMPART_NO_JIT", "1")
+    assert zero_bubble(home, 20, times, 12.0) == fast
 
 
 def all_orders(stage: int, count: int) -> list[tuple[Action, ...]]:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
+
+import numpy as np
 
 from simpart.schedule._actions import Action, ActionKind, Rows
 from simpart.schedule._placement import loops, one_each
 
-__all__ = ["gpipe", "interleaved_1f1b", "interleaved_zb", "looped_bfs", "one_f_one_b"]
+__all__ = ["gpipe", "interleaved_1f1b", "interleaved_arrays", "interleaved_zb", "looped_bfs", "one_f_one_b"]
 
 
 def gpipe(group_of_stage: Sequence[int], micro_batches: int) -> Rows:
@@ -64,6 +67,28 @@ def interleaved_1f1b(group_of_stage: Sequence[int], micro_batches: int) -> Rows:
     one.
     """
     return _interleaved("interleaved-1f1b", group_of_stage, micro_batches, hop=2, split=False)
+
+
+def interleaved_arrays(group_of_stage: Sequence[int], micro_batches: int) -> tuple[Any, Any, Any, Any]:
+    """The same as arrays: where each group's row begins, then stage, kind (0 F, 1 B) and micro-batch of every action,
+    row after row."""
+    order = loops("interleaved-1f1b", group_of_stage)
+    groups, depth = len(order), len(group_of_stage) // len(order)
+    rounds = _rounds(micro_batches, max(1, micro_batches // groups))
+    parts = [np.arange(found.start, found.stop) for found in rounds]
+    turns = [np.repeat(np.arange(depth) * groups, part.size) for part in parts]
+    passed = np.concatenate([np.tile(part, depth) for part in parts])
+    there, back = np.concatenate(turns), np.concatenate([turn[::-1] for turn in turns])
+    count = there.size
+    stage, kind, micro_batch = np.empty((3, groups, 2 * count), dtype=np.int64)
+    i = np.arange(count)
+    for r, group in enumerate(order):
+        warm_up = min((depth - 1) * len(rounds[0]) + 2 * (groups - 1 - r), count)
+        forward_at = np.where(i < warm_up, i, 2 * i - warm_up)
+        backward_at = warm_up + i + np.minimum(i + 1, count - warm_up)
+        for at, number, stages in ((forward_at, 0, there), (backward_at, 1, back)):
+            stage[group, at], kind[group, at], micro_batch[group, at] = stages + r, number, passed
+    return np.arange(groups + 1) * 2 * count, stage.ravel(), kind.ravel(), micro_batch.ravel()
 
 
 def interleaved_zb(group_of_stage: Sequence[int], micro_batches: int) -> Rows:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import wraps
 from pathlib import Path
 
 from simpart.errors import UnknownNameError, UserError
@@ -12,7 +13,7 @@ from simpart.schedule._check import check_rows
 from simpart.schedule._classic import gpipe, interleaved_1f1b, interleaved_zb, looped_bfs, one_f_one_b
 from simpart.schedule._dual import dualpipe, dualpipev, zb_v
 from simpart.schedule._placement import one_each, v_shape
-from simpart.schedule._zero_bubble import StageTimes, zero_bubble
+from simpart.schedule._zero_bubble import Order, StageTimes, zero_bubble_order
 
 __all__ = ["SCHEDULES", "Schedule", "read_schedule"]
 
@@ -21,53 +22,62 @@ WEIGHTS = ("forward", "input", "weight", "send", "limit")
 may hold."""
 
 
-def _zb_h1(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Rows:
+def _zb_h1(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Order:
     """Holds no more than 1F1B at its fullest: P micro-batches."""
     one_each("zb-h1", group_of_stage)
     return _scheduled(group_of_stage, micro_batches, len(group_of_stage), given)
 
 
-def _zb_h2(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Rows:
+def _zb_h2(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Order:
     """Holds up to 2 P micro-batches, for almost no bubble."""
     one_each("zb-h2", group_of_stage)
     return _scheduled(group_of_stage, micro_batches, 2 * len(group_of_stage), given)
 
 
-def _v_half(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Rows:
+def _v_half(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Order:
     """V-shaped, with about half of what 1F1B holds (2 P, in micro-batches of one of its two stages)."""
     groups = len(v_shape("v-half", group_of_stage))
     return _scheduled(group_of_stage, micro_batches, groups + 2, given)
 
 
-def _v_min(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Rows:
+def _v_min(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Order:
     """V-shaped, with about a third of what 1F1B holds."""
     groups = len(v_shape("v-min", group_of_stage))
     return _scheduled(group_of_stage, micro_batches, (2 * groups + 2) // 3 + 2, given)
 
 
-def _scheduled(group_of_stage: Sequence[int], micro_batches: int, limit: int, given: dict[str, int]) -> Rows:
+def _scheduled(group_of_stage: Sequence[int], micro_batches: int, limit: int, given: dict[str, int]) -> Order:
     forward, split, weight, send = (
         float(given.get(name, default)) for name, default in zip(WEIGHTS, (1, 1, 1, 0), strict=False)
     )
     times = StageTimes.equal(len(group_of_stage), forward, split, weight, send)
-    return zero_bubble(group_of_stage, micro_batches, times, given.get("limit", limit))
+    return zero_bubble_order(group_of_stage, micro_batches, times, given.get("limit", limit))
 
 
+def _rows_of(build: Callable[..., Order]) -> Callable[..., Rows]:
+    @wraps(build)
+    def rows(group_of_stage: Sequence[int], micro_batches: int, **given: int) -> Rows:
+        return build(group_of_stage, micro_batches, **given).rows()
+
+    return rows
+
+
+_FILLED: dict[str, Callable[..., Order]] = {"zb-h1": _zb_h1, "zb-h2": _zb_h2, "v-half": _v_half, "v-min": _v_min}
 SCHEDULES: dict[str, Callable[..., Rows]] = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,
     "interleaved-1f1b": interleaved_1f1b,
     "looped-bfs": looped_bfs,
-    "zb-h1": _zb_h1,
-    "zb-h2": _zb_h2,
+    "zb-h1": _rows_of(_zb_h1),
+    "zb-h2": _rows_of(_zb_h2),
     "interleaved-zb": interleaved_zb,
     "zb-v": zb_v,
-    "v-half": _v_half,
-    "v-min": _v_min,
+    "v-half": _rows_of(_v_half),
+    "v-min": _rows_of(_v_min),
     "dualpipev": dualpipev,
     "dualpipe": dualpipe,
 }
-_PARAMETERS = dict.fromkeys(("zb-h1", "zb-h2", "v-half", "v-min"), WEIGHTS)
+_PARAMETERS = dict.fromkeys(_FILLED, WEIGHTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,13 +102,21 @@ class Schedule:
         build = SCHEDULES.get(self.kind)
         if build is None:
             raise UnknownNameError("schedule", self.kind, [*SCHEDULES, "explicit"])
+        return build(group_of_stage, micro_batches, **self._given())
+
+    def order(self, group_of_stage: Sequence[int], micro_batches: int) -> Order | None:
+        """The same as arrays, where the schedule is made as such."""
+        build = _FILLED.get(self.kind)
+        return None if build is None else build(group_of_stage, micro_batches, **self._given())
+
+    def _given(self) -> dict[str, int]:
         allowed = _PARAMETERS.get(self.kind, ())
         for name, value in self.parameters:
             if name not in allowed:
                 raise UnknownNameError(f"parameter of schedule {self.kind}", name, allowed or ["none"])
             if value < (name != "send"):
                 raise UserError(f"parameter {name} of schedule {self.kind} must be positive, got {value}")
-        return build(group_of_stage, micro_batches, **dict(self.parameters))
+        return dict(self.parameters)
 
     @property
     def overlaps(self) -> bool:

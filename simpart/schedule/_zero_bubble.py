@@ -9,19 +9,36 @@ References: Qi et al., arXiv 2401.10241 (ZB-H1, ZB-H2); arXiv 2405.15362 (V-half
 from __future__ import annotations
 
 import itertools
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
 
 from simpart.errors import UserError
 from simpart.schedule._actions import Action, Rows
+from simpart.schedule._zero_bubble_loops import fill, merge
 
-__all__ = ["StageTimes", "group_spans", "zero_bubble"]
+__all__ = ["StageTimes", "group_spans", "zero_bubble", "zero_bubble_order"]
 
 Objective = Literal["makespan", "span"]
-Order = list[tuple[str, int, int]]
-"""Forwards and input gradients of a group: kind, stage, micro-batch."""
+LETTERS = "FBIW"
+
+
+class Order(NamedTuple):
+    """Actions of all groups, one after the other, as arrays; `kind` indexes LETTERS."""
+
+    indptr: Any
+    kind: Any
+    stage: Any
+    micro_batch: Any
+
+    def rows(self) -> Rows:
+        columns = self.stage.tolist(), self.kind.tolist(), self.micro_batch.tolist()
+        flat = [Action(s, LETTERS[k], m) for s, k, m in zip(*columns, strict=True)]  # type: ignore[arg-type]
+        return tuple(tuple(flat[a:b]) for a, b in itertools.pairwise(self.indptr.tolist()))
+
+
 PATIENCE = (1.0, 0.5, 0.01)
 """A weight gradient is run while waiting if the wait is at least this share of it."""
 TRIED = 3
@@ -68,20 +85,30 @@ def zero_bubble(
     `objective` "span" is the longest time from a group's first start to its last end, which counts where steps follow
     one another. Raises UserError where no order tried stays within the limit.
     """
+    return zero_bubble_order(group_of_stage, micro_batches, times, limit, objective).rows()
+
+
+def zero_bubble_order(
+    group_of_stage: Sequence[int], micro_batches: int, times: StageTimes, limit: float | Sequence[float],
+    objective: Objective = "makespan",
+) -> Order:  # fmt: skip
+    """The same as arrays."""
     groups = max(group_of_stage) + 1
     limits = [float(limit)] * groups if isinstance(limit, int | float) else [float(x) for x in limit]
     trial = min(micro_batches, 2 * groups + 2)  # orders repeat: a short run tells good ones from others
+    filling = _Filling(group_of_stage, times, limits, max(trial * 100, 5 * micro_batches) * len(group_of_stage))
     settings: list[tuple[float, int, tuple[_Order, float]]] = []
     best: tuple[float, _Placed] | None = None
     for order in _orders(group_of_stage, micro_batches, times, limits):
+        short = order.actions(trial, filling)
         for patience in PATIENCE:
-            placed = _fill(order.rows(trial), group_of_stage, trial, times, limits, patience)
+            placed = filling.fill(short, trial, patience)
             if placed is not None:
                 settings.append((placed.cost(objective), len(settings), (order, patience)))
     settings.sort()
     tried = 0
     for _, _, (order, patience) in settings:
-        placed = _fill(order.rows(micro_batches), group_of_stage, micro_batches, times, limits, patience)
+        placed = filling.fill(order.actions(micro_batches, filling), micro_batches, patience)
         if placed is None:
             continue
         if best is None or placed.cost(objective) < best[0] - TINY:
@@ -93,15 +120,21 @@ def zero_bubble(
         raise UserError(
             f"no order of {micro_batches} micro-batches holds at most {max(limits):g} per group; raise the limit"
         )
-    return best[1].rows
+    return best[1].order
 
 
 def group_spans(rows: Rows, times: StageTimes) -> list[tuple[float, float]]:
     """First start and last end of each row when every action starts as soon as it can."""
     home = {a.stage: g for g, row in enumerate(rows) for a in row}
-    placed = _fill([[(a.kind, a.stage, a.micro_batch) for a in row] for row in rows],
-                   [home[s] for s in range(len(home))], 1 + max(a.micro_batch for row in rows for a in row), times,
-                   [float("inf")] * len(rows), 1.0)  # fmt: skip
+    flat = [a for row in rows for a in row]
+    order = Order(
+        np.cumsum([0] + [len(row) for row in rows]),
+        np.array([LETTERS.index(a.kind) for a in flat], dtype=np.int64),
+        np.array([a.stage for a in flat], dtype=np.int64),
+        np.array([a.micro_batch for a in flat], dtype=np.int64),
+    )
+    homes, count = [home[s] for s in range(len(home))], 1 + max(a.micro_batch for a in flat)
+    placed = _Filling(homes, times, [float("inf")] * len(rows), len(flat)).fill(order, count, 1.0)
     assert placed is not None  # no limit
     return list(placed.spans)
 
@@ -113,31 +146,39 @@ class _Warm(NamedTuple):
     stages: Sequence[int]  # of each group
     warm_up: Sequence[int]
 
-    def rows(self, micro_batches: int) -> list[Order]:
-        rows = []
-        for s, warm_up in zip(self.stages, self.warm_up, strict=True):
-            row: Order = [("F", s, m) for m in range(min(warm_up, micro_batches))]
-            for m in range(micro_batches):
-                row.append(("I", s, m))
-                if m + warm_up < micro_batches:
-                    row.append(("F", s, m + warm_up))
-            rows.append(row)
-        return rows
+    def actions(self, micro_batches: int, filling: _Filling) -> Order:
+        count, groups = micro_batches, len(self.stages)
+        warm_up = np.minimum(np.array(self.warm_up), count)[:, None]
+        m = np.arange(count)[None, :]
+        kind, micro_batch = np.empty((2, groups, 2 * count), dtype=np.int64)
+        forward_at = np.where(m < warm_up, m, 2 * m - warm_up + 1)
+        backward_at = warm_up + m + np.minimum(m, count - warm_up)
+        for at, number in ((forward_at, 0), (backward_at, 2)):
+            np.put_along_axis(kind, at, number, axis=1)
+            np.put_along_axis(micro_batch, at, np.broadcast_to(m, at.shape), axis=1)
+        indptr = np.arange(groups + 1) * 2 * count
+        return Order(indptr, kind.ravel(), np.repeat(np.array(self.stages), 2 * count), micro_batch.ravel())
 
 
 class _Periodic(NamedTuple):
     """Each group's actions of a micro-batch by when they run; later micro-batches come `interval_s` after one
     another."""
 
-    turns: Sequence[Sequence[tuple[float, str, int]]]
+    turns: Sequence[Sequence[tuple[float, int, int]]]
     interval_s: float
 
-    def rows(self, micro_batches: int) -> list[Order]:
-        found = []
-        for turns in self.turns:
-            row = [(start + m * self.interval_s, m, kind, s) for start, kind, s in turns for m in range(micro_batches)]
-            found.append([(kind, s, m) for _, m, kind, s in sorted(row)])
-        return found
+    def actions(self, micro_batches: int, filling: _Filling) -> Order:
+        flat = [turn for turns in self.turns for turn in turns]
+        first = np.cumsum([0] + [len(turns) for turns in self.turns])
+        given = filling.give(
+            first,
+            np.array([start_s for start_s, _, _ in flat]),
+            np.array([kind for _, kind, _ in flat], dtype=np.int64),
+            np.array([s for *_, s in flat], dtype=np.int64),
+        )
+        made = [filling.space(len(flat) * micro_batches, 0) for _ in range(3)]
+        filling.merge(*given, self.interval_s, micro_batches, filling.space(len(flat), 0), *made)
+        return Order(first * micro_batches, *map(np.asarray, made))
 
 
 _Order = _Warm | _Periodic
@@ -189,16 +230,16 @@ def _warm_ups(home: Sequence[int], micro_batches: int, times: StageTimes, limits
 
 def _modulo(
     home: Sequence[int], times: StageTimes, interval_s: float, slack_s: tuple[float, float, float]
-) -> list[list[tuple[float, str, int]]]:
+) -> list[list[tuple[float, int, int]]]:
     """Starts of one micro-batch's forwards and input gradients, each at the first time its group is free, by the
     interval, of what was placed before. Slack is added per hop: on forwards of the first half of the stages, on those
     of the second half, on input gradients."""
     stages = len(home)
-    turns: list[list[tuple[float, str, int]]] = [[] for _ in range(max(home) + 1)]
+    turns: list[list[tuple[float, int, int]]] = [[] for _ in range(max(home) + 1)]
     taken: list[list[tuple[float, float]]] = [[] for _ in turns]
     at = 0.0
 
-    def place(kind: str, s: int, seconds: float) -> None:
+    def place(kind: int, s: int, seconds: float) -> None:
         nonlocal at
         at = _free(taken[home[s]], at, seconds, interval_s)
         taken[home[s]].append((at, seconds))
@@ -208,11 +249,11 @@ def _modulo(
     for s in range(stages):
         if s and home[s] != home[s - 1]:
             at += times.send_s[s - 1] + slack_s[2 * s >= stages]
-        place("F", s, times.forward_s[s])
+        place(0, s, times.forward_s[s])
     for s in reversed(range(stages)):
         if s + 1 < stages and home[s] != home[s + 1]:
             at += times.send_s[s] + slack_s[2]
-        place("I", s, times.input_s[s])
+        place(2, s, times.input_s[s])
     return turns
 
 
@@ -238,7 +279,7 @@ def _free(taken: Sequence[tuple[float, float]], ready: float, seconds: float, in
 
 # --- weight gradients ------------------------------------------------------------------------------------------------
 class _Placed(NamedTuple):
-    rows: Rows
+    order: Order
     spans: tuple[tuple[float, float], ...]
 
     def cost(self, objective: Objective) -> float:
@@ -247,75 +288,48 @@ class _Placed(NamedTuple):
         return max(end - start for start, end in self.spans)
 
 
-def _fill(
-    orders: Sequence[Sequence[tuple[str, int, int]]], home: Sequence[int], micro_batches: int, times: StageTimes,
-    limits: Sequence[float], patience: float,
-) -> _Placed | None:  # fmt: skip
-    """Run the orders, each action as soon as it can; where they hold no W, put these in. None: over the limit, or the
-    orders wait for one another."""
-    last, groups = len(home) - 1, len(orders)
-    forward: list[list[float]] = [[-1.0] * micro_batches for _ in home]
-    backward: list[list[float]] = [[-1.0] * micro_batches for _ in home]
-    hop = [t if a != b else 0.0 for t, a, b in zip(times.send_s, home, home[1:], strict=False)]
-    rows: list[list[Action]] = [[] for _ in orders]
-    clock, held, position = [0.0] * groups, [0.0] * groups, [0] * groups
-    begin = [-1.0] * groups
-    pending: list[deque[tuple[int, int]]] = [deque() for _ in orders]
-    waiting: dict[tuple[str, int, int], int] = {}
-    split = not any(kind == "W" for order in orders for kind, _, _ in order)
-    work = list(range(groups))
-    while work:
-        g = work.pop()
-        row, queue, now, level, limit = rows[g], pending[g], clock[g], held[g], limits[g] + TINY
-        order = orders[g]
-        while position[g] < len(order):
-            kind, s, m = order[position[g]]
-            if kind == "F":
-                source = forward[s - 1][m] if s else 0.0
-                ready, needs = source + (hop[s - 1] if s else 0.0), ("F", s - 1, m)
-            elif kind == "W":
-                source = ready = 0.0
-            else:
-                source = backward[s + 1][m] if s < last else forward[s][m]
-                ready, needs = source + (hop[s] if s < last else 0.0), ("I", s + 1, m)
-            if source < 0:
-                waiting[needs] = g
-                break
-            full = kind == "F" and level + times.held[s] > limit
-            if queue and (full or ready - now >= patience * times.weight_s[queue[0][0]]):
-                stage, k = queue.popleft()
-                row.append(Action(stage, "W", k))
-                begin[g] = now if begin[g] < 0 else begin[g]
-                now += times.weight_s[stage]
-                level -= times.kept[stage]
-                continue
-            if full:
-                return None
-            now = max(now, ready)
-            begin[g] = now if begin[g] < 0 else begin[g]
-            row.append(Action(s, kind, m))  # type: ignore[arg-type]
-            if kind == "F":
-                now += times.forward_s[s]
-                level += times.held[s]
-                forward[s][m] = now
-            elif kind == "W":
-                now += times.weight_s[s]
-                level -= times.kept[s]
-            else:
-                now += times.input_s[s] + (times.weight_s[s] if kind == "B" else 0.0)
-                level -= times.held[s] - (times.kept[s] if kind == "I" else 0.0)
-                backward[s][m] = now
-                if split and kind == "I":
-                    queue.append((s, m))
-            position[g] += 1
-            if kind != "W" and (kind[0] if kind != "B" else "I", s, m) in waiting:
-                work.append(waiting.pop((kind if kind != "B" else "I", s, m)))
-        else:
-            for stage, k in queue:
-                row.append(Action(stage, "W", k))
-                now += times.weight_s[stage]
-            queue.clear()
-        clock[g], held[g] = now, level
-    if any(position[g] < len(orders[g]) for g in range(groups)):
-        return None
-    return _Placed(tuple(map(tuple, rows)), tuple(zip(begin, clock, strict=True)))
+class _Filling:
+    """Runs orders of stages that lie like this; as machine code where that is worth it for so many actions."""
+
+    def __init__(self, home: Sequence[int], times: StageTimes, limits: Sequence[float], work: int) -> None:
+        from simpart.engines._jit import compiled
+
+        fast_fill, fast_merge = compiled(fill, work), compiled(merge, work)
+        self.fast = fast_fill is not None and fast_merge is not None
+        self._fill: Callable[..., Any] = fast_fill or fill
+        self.merge: Callable[..., Any] = fast_merge or merge
+        hop = [t if a != b else 0.0 for t, a, b in zip(times.send_s, home, home[1:], strict=False)]
+        columns = (times.forward_s, times.input_s, times.weight_s, hop, times.held, times.kept)
+        limit = [level + TINY for level in limits]
+        self.stages, self.groups = len(home), len(limits)
+        self.costs = self.give(*(np.array(column, dtype=np.float64) for column in (*columns, limit)))
+
+    def give(self, *arrays: Any) -> list[Any]:
+        """As the loops take them."""
+        return list(arrays) if self.fast else [array.tolist() for array in arrays]
+
+    def space(self, size: int, value: float) -> Any:
+        return np.full(size, value) if self.fast else [value] * size
+
+    def fill(self, order: Order, micro_batches: int, patience: float) -> _Placed | None:
+        """Run the orders, each action as soon as it can; where they hold no W, put these in. None: over the limit, or
+        the orders wait for one another."""
+        space, groups, size = self.space, self.groups, self.stages * micro_batches
+        indptr = np.asarray(order.indptr)
+        split = not bool((order.kind == 3).any())
+        more = np.concatenate([[0], np.cumsum(order.kind == 2)])[indptr] if split else np.zeros_like(indptr)
+        out_ptr = indptr + more
+        begin, clock, made = space(groups, -1.0), space(groups, 0.0), [space(int(out_ptr[-1]), 0) for _ in range(3)]
+        actions = self.give(indptr, order.kind, order.stage, order.micro_batch)
+        head, tail, position, work, out_at = self.give(
+            *(indptr[:-1].copy() for _ in range(3)), np.arange(groups), out_ptr[:-1].copy()
+        )
+        fits = self._fill(
+            *actions, micro_batches, split, *self.costs, patience, space(size, -1.0), space(size, -1.0),
+            space(2 * (size + micro_batches), -1), space(len(order.kind), 0), head, tail, position,
+            space(groups, 0.0), work, begin, clock, self.give(out_ptr)[0], out_at, *made,
+        )  # fmt: skip
+        if not fits:
+            return None
+        spans = tuple((float(a), float(b)) for a, b in zip(begin, clock, strict=True))
+        return _Placed(Order(out_ptr, *map(np.asarray, made)), spans)
