@@ -60,6 +60,7 @@ class Entry:
             "infeasible": reason_kinds(result.infeasible) if result is not None else {},
             "stopped": result.stopped if result is not None else "failed",
             "plan": plan_words(plan) if plan is not None else None,
+            "cuts": best.candidate.why if best is not None else "",
             "differs": _differs(best, portfolio),
             "beyond_space": beyond(plan, space) if plan is not None and space is not None else [],
             "why": why,

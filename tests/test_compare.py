@@ -70,6 +70,7 @@ def test_portfolio_is_the_best_of_all_and_rows_are_each_ones_own(gpt: Graph) -> 
         assert entry.best is not None and row["step_s"] == entry.best.evaluation.step_s >= best.evaluation.step_s
         assert bool(row["differs"]) == (entry.best.candidate.plan != best.candidate.plan)
         assert row["proposed"] <= 30 and row["objective"] and row["why"] == ""
+        assert ("in one line; stages begin at " in row["cuts"]) == (row["searcher"] == "rannc")
 
 
 def test_each_searcher_finds_what_it_finds_alone(gpt: Graph) -> None:
@@ -172,13 +173,19 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
     return int(ended.value.code or 0), out, error
 
 
-def test_command_writes_document_table_figure_and_plan(
+def test_commands_write_document_table_figure_and_plan(
     gpt: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     save_graph(gpt, "g.graph")
     given = ("compare", "g.graph", "--cluster", "local:3", "--global-batch", "6", "--no-profiles")
     budget = ("--searchers", "grid,random,exhaustive", "--max-candidates", "20")
+    code, out, _ = run(capsys, "search", "g.graph", *given[2:], "--searcher", "piper", "--max-candidates", "3")
+    assert code == 0 and "\ncuts         " in out and "stages begin at " in out
+    code, out, _ = run(
+        capsys, "search", "g.graph", *given[2:], "--searcher", "piper", "--max-candidates", "3", "--json"
+    )
+    assert "stages begin at " in json.loads(out)["why"]
     outputs = ("--csv", "c.csv", "--figure", "f.svg", "-o", "best.json")
     code, out, _ = run(capsys, *given, *budget, *outputs, "--json")
     document = json.loads(out)

@@ -21,7 +21,7 @@ PREDICTED = (
 """Keys of `SimResult.to_json`."""
 
 
-def prediction_document(plan: Plan | None, result: SimResult | None, why: str = "", **more: Any) -> dict[str, Any]:
+def prediction_document(plan: Plan | None, result: SimResult | None, why: str = "", /, **more: Any) -> dict[str, Any]:
     """The document of plan, simulate and search: the same keys always, `more` last. Without a plan, all that would be
     predicted of it is null and `why` says why there is none."""
     predicted = dict.fromkeys(PREDICTED) if result is None else result.to_json()

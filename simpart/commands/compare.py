@@ -138,6 +138,7 @@ def comparison_document(comparison: Comparison, space: Space, budget: Budget, se
             "searcher": portfolio[0] if portfolio is not None else None,
             "step_s": step_s,
             "peak_bytes": best.evaluation.peak_bytes if best is not None else None,
+            "why": best.candidate.why if best is not None else "",
         },
         "floor": {"step_s": comparison.floor_s, "gap": floor_gap(best, comparison.floor_s), "of": FLOOR_OF},
         "stopped": "interrupted" if comparison.interrupted else "finished",
@@ -212,6 +213,8 @@ def print_comparison(comparison: Comparison, title: str, space: Space, budget: B
         return
     words = f"portfolio: {human_seconds(best.evaluation.step_s)} by {portfolio[0]}: {plan_words(best.candidate.plan)}"
     out.print(words, markup=False)
+    if best.candidate.why:
+        out.print(f"cuts of the portfolio: {best.candidate.why}", markup=False)
     if comparison.floor_s is not None:
         above = percent(floor_gap(best, comparison.floor_s))
         out.print(f"floor of the simulated step: {human_seconds(comparison.floor_s)}, gap {above}", markup=False)

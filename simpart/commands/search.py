@@ -95,6 +95,7 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
         print_coverage(problem, best, options["profile_next"])
         print_room(tightest(result))
         print_gains(result)
+        print_why(document["why"])
         print_bounds(found)
     else:
         click.echo(f"no plan fits: {reason}")
@@ -126,6 +127,7 @@ def result_document(found: SearchResult) -> dict[str, Any]:
     """What a search found, but for its best plan."""
     return {
         "searcher": found.searcher,
+        "why": found.best.candidate.why if found.best is not None else "",
         "evaluated": len(found.ranked),
         "proposed": found.proposed,
         "resumed": found.resumed,
@@ -186,6 +188,12 @@ def print_gains(result: SimResult) -> None:
     words = [f"{name} {row['one_percent']:.2f} %" for name, row in rows if row["one_percent"] >= 0.005]
     if words:
         click.echo(f"1 % less of  {', '.join(words)} of the step")
+
+
+def print_why(why: str) -> None:
+    """What a planner chose before it searched, such as the order that it cuts."""
+    if why:
+        click.echo(f"cuts         {why}")
 
 
 def print_bounds(found: SearchResult) -> None:
