@@ -25,6 +25,6 @@ from simpart.schedule._zero_bubble import StageTimes, group_spans, zero_bubble
 __all__ = [
     "LOOPED", "SCHEDULES", "V_SHAPED", "Action", "ActionKind", "ExactOrder", "Overlapped", "Rows", "Schedule",
     "StageTimes", "check_rows", "dualpipe", "dualpipev", "exact_zero_bubble", "format_rows", "gpipe", "grid",
-    "group_spans", "interleaved_1f1b", "interleaved_arrays", "interleaved_zb", "looped_bfs", "one_f_one_b", "parse_rows",
-    "placement", "read_schedule", "zb_v", "zero_bubble",
+    "group_spans", "interleaved_1f1b", "interleaved_arrays", "interleaved_zb", "looped_bfs", "one_f_one_b",
+    "parse_rows", "placement", "read_schedule", "zb_v", "zero_bubble",
 ]  # fmt: skip
