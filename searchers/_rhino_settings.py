@@ -70,6 +70,8 @@ def settings(problem: Problem) -> list[Setting]:
         for parts in _divisors(width):
             if parts > LARGEST_AXIS or not _allowed(space.tp, parts):
                 continue
+            if parts > 1 and problem.mode != "eager":  # split kernels are not fused yet
+                continue
             found += list(_batches(problem, stages, width // parts, parts))
     return found
 

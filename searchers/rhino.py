@@ -250,7 +250,7 @@ class _Search:
     def _zero(self, setting: Setting) -> tuple[int, ...]:
         """ZeRO levels of parameters: what the space names, else all that differ in what they trade."""
         zero = self.problem.space.zero
-        if setting.replicas == 1:
+        if setting.replicas == 1 or self.problem.mode != "eager":
             return (0,)
         return (0, 1, 3) if tuple(zero) == (0,) else tuple(zero)
 

@@ -156,6 +156,13 @@ def test_a_pin_that_no_strategy_keeps_is_refused_with_those_there_are() -> None:
         search(problem, Rhino(pins=pins), Budget())
 
 
+def test_fused_kernels_are_not_split() -> None:
+    problem = replace(problem_of(graph_of(GPT), 4, 8, fast=3000.0), mode="compiled")
+    result = found(problem, Budget(candidates=6))
+    assert result.best is not None
+    assert not any(e.candidate.plan.shardings or e.candidate.plan.state for e in result.ranked if e.candidate.plan)
+
+
 def test_a_plan_is_told_in_the_words_people_use() -> None:
     result = found(problem_of(graph_of(GPT), 2, 4, ONE_STAGE, fast=3000.0))
     assert result.best is not None
