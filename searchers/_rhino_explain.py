@@ -7,7 +7,7 @@ from collections import defaultdict
 from simpart.flops import kernel_class_flops
 from simpart.ops import base_name, family_of
 from simpart.placement import AxisStrategy, Partial, Replicate, Shard
-from simpart.searchers._cost_graph import Ints
+from simpart.searchers._cost_graph import Floats, Ints
 from simpart.searchers._rhino_model import MeshModel
 
 __all__ = ["resembles"]
@@ -31,7 +31,7 @@ def resembles(model: MeshModel, choice: Ints) -> str:
     return "; ".join(words) or "replicas alone"
 
 
-def _axis(model: MeshModel, choice: Ints, number: int, flops: Ints) -> list[str]:
+def _axis(model: MeshModel, choice: Ints, number: int, flops: Floats) -> list[str]:
     work: dict[str, float] = defaultdict(float)
     norms = losses = tables = False
     for cls, kernel in enumerate(model.source.kernel_classes):

@@ -20,6 +20,7 @@ from simpart.searchers._stage_ilp import (
     optimal_stagings,
     topological,
 )
+from simpart.testing.rhino_golden import list_schedule, solve_strategy_graph
 
 
 def dag(random: np.random.Generator, size: int, share: float = 0.35) -> list[tuple[int, int]]:
@@ -115,3 +116,23 @@ def test_two_towers_go_to_a_stage_each_where_no_cut_of_the_order_can() -> None:
 def test_a_cap_that_cannot_be_kept_is_said() -> None:
     problem = StageProblem(work=np.array([1.0, 5.0]), edges=((0, 1, 1.0),), stages=2, cap=3.0)
     assert "fits no stage" in assign_stages(problem).why
+
+
+def test_a_strategy_graph_of_json_is_answered_with_ties_and_greedy() -> None:
+    nodes = [{"name": n, "options": ["R", "S"], "cost": c} for n, c in (("a", [4, 1]), ("b", [2, 3]), ("c", [1, 6]))]
+    step = [[0, 0], [5, None]]
+    ends = [{"source": "a", "target": "b", "matrix": step}, {"source": "b", "target": "c", "matrix": step}]
+    answer = solve_strategy_graph({"graph": {"nodes": nodes, "edges": ends}})
+    assert (answer["optimum"], answer["feasible"], answer["per_node_greedy"]["cost"]) == (7.0, True, 9.0)
+    assert answer["options_attaining_optimum"] == {"a": ["R"], "b": ["R"], "c": ["R"]}
+    assert answer["one_optimal_assignment"].fault({"a": "R", "b": "R", "c": "R"}) == ""
+    assert "costs 9" in answer["one_optimal_assignment"].fault({"a": "S", "b": "R", "c": "R"})
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 3), (3, 5), (5, 4)])
+def test_list_scheduling_with_a_limit_in_flight_is_one_forward_one_backward(stages: int, micro_batches: int) -> None:
+    limits = [min(micro_batches, stages - s) for s in range(stages)]
+    makespan, peaks, order = list_schedule(stages, micro_batches, 1.0, 2.0, 0.0, limits)
+    assert makespan == 3.0 * (micro_batches + stages - 1)
+    assert peaks == limits
+    assert all(len(row) == 2 * micro_batches for row in order)

@@ -158,7 +158,7 @@ def solve_list_schedule(inputs: Mapping[str, Any]) -> dict[str, Any]:
     stages, micro_batches = inputs["stages"], inputs["micro_batches"]
     forward, backward = float(inputs["forward_time"]), float(inputs["backward_time"])
     transfer = float(inputs["transfer_time"])
-    limits = [min(micro_batches, stages) - s for s in range(stages)]
+    limits = [min(micro_batches, stages - s) for s in range(stages)]
     makespan, peaks, order = list_schedule(stages, micro_batches, forward, backward, transfer, limits)
     own = replay_schedule("1f1b", [forward] * stages, [backward] * stages, micro_batches, transfer)
     if own != (makespan, peaks):
