@@ -61,6 +61,7 @@ class StageCosts:
     allowed: npt.NDArray[np.bool_]  # False where batch or replica rules forbid the stage
     in_flight: Literal["gpipe", "1f1b"] = "gpipe"
     places: Bools | None = None
+    tensor: tuple[int, ...] | None = None  # devices that split the kernels of a replica, by choice; None: 1
     update_bytes: Floats | None = None  # needed at least: while parameters are updated, nothing is in flight
 
     @property
@@ -72,6 +73,10 @@ class StageCosts:
     def counts(self) -> tuple[int, ...]:
         """The different replica counts, ascending."""
         return tuple(dict.fromkeys(self.replicas))
+
+    def usable(self, devices: int, left: int) -> list[int]:
+        """Choices of a stage on so many devices where `left` are left, its own included."""
+        return [k for k in choices_at(self.replicas, self.places, left) if self.replicas[k] == devices]
 
     def entries(self, stages: Sequence[ChainStage]) -> list[tuple[int, int, int]]:
         """Where each stage of a plan stands in the arrays; raises ValueError for one that is not in them."""

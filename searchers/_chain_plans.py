@@ -12,6 +12,7 @@ import numpy.typing as npt
 from simpart.configure import recompute_regions
 from simpart.errors import Interrupted
 from simpart.graph import Graph
+from simpart.placement import Sharding, StatePlacement
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
@@ -56,7 +57,8 @@ class Answer:
     """Stages a planner found, with its own estimate of the step.
 
     `recompute` per stage, where not that of the shape; `devices` of each stage within a pipeline, where not the next
-    ones in order; `bound_s` a lower bound of the estimate, where other stages might have a smaller one.
+    ones in order; `tensor` is how many devices split the kernels of a replica of each stage; `bound_s` a
+    lower bound of the estimate, where other stages might have a smaller one.
     """
 
     stages: tuple[ChainStage, ...]
@@ -64,6 +66,7 @@ class Answer:
     bound_s: float | None = None
     recompute: tuple[bool, ...] | None = None
     devices: tuple[tuple[int, ...], ...] | None = None
+    tensor: tuple[int, ...] | None = None
 
 
 Answers = Mapping[int, Answer | None]
@@ -120,8 +123,10 @@ def chain_cases(
     uncoarsening: bool = False,
     recompute: Iterable[bool] | None = None,
     fewer_devices: bool = True,
+    degrees: tuple[int, ...] = (1,),
 ) -> Iterator[list[ChainCase]]:
-    """The cases of one graph and schedule at a time; `fewer_devices` False leaves none idle, whatever the space."""
+    """The cases of one graph and schedule at a time; `fewer_devices` False leaves none idle, whatever the space;
+    `degrees` are the tensor degrees that a planner takes."""
     space = problem.space
     choices = [r == "full" for r in space.recompute] if recompute is None else list(recompute)
     counts = micro_batch_counts(problem)
@@ -130,7 +135,7 @@ def chain_cases(
         cases: dict[str, list[ChainCase]] = {schedule: [] for schedule in space.schedules}
         for shape in pipeline_shapes(problem, counts, choices, fewer_devices):
             control.check()
-            costs = chain.costs(shape, space.schedules[0], False)
+            costs = chain.costs(shape, space.schedules[0], False, degrees)
             if costs is None:
                 continue
             for schedule, found in cases.items():
@@ -303,22 +308,37 @@ def why_no_plans(problem: Problem, reasons: Mapping[int, str], planned: set[int]
 def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answer: Answer, schedule: str) -> Plan:
     """Stage x of every pipeline is one group; without `answer.devices`, on the next devices of each pipeline.
 
-    Where devices stay idle, they are the last of equal ones, the first of unequal ones: see `StageCosts.places`.
+    Where devices stay idle, they are the last of equal ones, the first where places matter: see `StageCosts.places`.
     """
     on = lines(problem.cluster, shape)
     groups, stages, sizes = [], [], []
-    first = shape.devices - sum(stage.replicas for stage in answer.stages) if chain.mixed else 0
+    shardings: dict[Sharding, str] = {}
+    state: tuple[tuple[str, StatePlacement], ...] = ()
+    placed = chain.mixed or answer.tensor is not None
+    first = shape.devices - sum(stage.replicas for stage in answer.stages) if placed else 0
     for x, stage in enumerate(answer.stages):
         own: Sequence[int] = range(first, first + stage.replicas) if answer.devices is None else answer.devices[x]
         devices = [line[d] for line in on for d in own]
-        groups.append(DeviceGroup(devices=Devices.of(devices), axes=(("dp", len(devices)),)))
-        taken = chain.shares(shape, devices)
-        assert taken is not None  # the stage had costs
+        tensor = 1 if answer.tensor is None else answer.tensor[x]
+        taken: tuple[int, ...] | None
+        axes: tuple[tuple[str, int], ...] = (("dp", len(devices) // tensor),)
+        name = None
+        if answer.tensor is not None and max(answer.tensor) > 1:
+            axes = (*axes, ("tp", tensor))  # of size 1 too: state is placed by the names of axes
+        if tensor == 1:
+            taken = chain.shares(shape, devices)
+            assert taken is not None  # the stage had costs
+        else:
+            taken = chain.equal_shares(shape, len(devices) // tensor)
+            split = chain.split_of(taken[0], tensor, chain.kind_of(devices[0]))
+            name = shardings.setdefault(split.sharding, _sharding_name(tensor, taken[0], shardings.values()))
+            state = split.state
+        groups.append(DeviceGroup(devices=Devices.of(devices), axes=axes))
         sizes.append(taken)
         ops = chain.ops(stage.start, stage.end)
         again = shape.recompute if answer.recompute is None else answer.recompute[x]
         regions = recompute_regions(chain.graph, ops) if again else ()
-        stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions))
+        stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions, sharding=name))
         first += stage.replicas
     return Plan(
         graph=chain.graph.fingerprint,
@@ -326,8 +346,15 @@ def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answ
         stages=tuple(stages),
         batch=Batch(micro_batches=shape.micro_batches, sizes=tuple(sizes)),
         schedule=Schedule(kind=schedule),
+        shardings=tuple((name, sharding) for sharding, name in shardings.items()),
+        state=state,
         mode=problem.mode,
     )
+
+
+def _sharding_name(tensor: int, micro_batch: int, taken: Iterable[str]) -> str:
+    name = f"tp{tensor}"
+    return name if name not in taken else f"{name} of {micro_batch}"
 
 
 def both_ways_s(costs: StageCosts) -> tuple[Floats, Floats]:

@@ -19,10 +19,10 @@ import numpy.typing as npt
 from simpart.block_memory import kept_storages, working_sets
 from simpart.configure import layer_calls
 from simpart.cost import Collective, CollectiveKind, CollectiveTable
-from simpart.errors import UnsupportedError
+from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
 from simpart.hardware import Device
-from simpart.memory import state_of, update_transient_bytes
+from simpart.memory import StateBytes, state_of, update_transient_bytes
 from simpart.partition import clonable_ops
 from simpart.problem import Problem
 from simpart.searchers._block_sets import BlockSets
@@ -30,6 +30,8 @@ from simpart.searchers._blocks import OpDag, block_numbers, blocks, crossing_val
 from simpart.searchers._chain import Bools, ChainStage, StageCosts
 from simpart.searchers._lines import lines, shares
 from simpart.searchers._pipelines import PipelineShape
+from simpart.searchers._tensor_stages import TensorShare, splits_vocabularies, tensor_share
+from simpart.sharding.combine import Degrees
 from simpart.transfers import sharing
 
 __all__ = ["ChainProblem", "dag_of", "in_flight"]
@@ -66,14 +68,17 @@ def in_flight(schedule: str) -> Literal["gpipe", "1f1b"]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Choice:
-    """A replica count with all that its costs depend on: distinct (kind, samples) of its devices, where its gradients
-    and what enters and leaves it travel (ranks, links used at once)."""
+    """A number of devices with all that its costs depend on: distinct (kind, samples) of them, where its gradients and
+    what enters and leaves it travel (ranks, links used at once), and what devices that split kernels exchange."""
 
     replicas: int
     parts: tuple[tuple[int, int], ...]
     reduced: tuple[int, ...]
     entering: tuple[tuple[int, ...], int]
     leaving: tuple[tuple[int, ...], int]
+    reducing: int = 1
+    tensor: int = 1
+    inside: tuple[tuple[int, ...], int] = ((0,), 1)
 
 
 class ChainProblem:
@@ -149,14 +154,24 @@ class ChainProblem:
                 block[source] = min(block[source], block[self.dag.edge_target[e]])
         return np.minimum(block, self.size - 1)
 
-    def costs(self, shape: PipelineShape, schedule: str, power_of_two: bool) -> StageCosts | None:
-        """None where the global batch cannot be divided like this.
+    def costs(
+        self, shape: PipelineShape, schedule: str, power_of_two: bool, degrees: tuple[int, ...] = (1,)
+    ) -> StageCosts | None:
+        """None where the global batch cannot be divided like this. `degrees` are those of tensor parallelism that a
+        stage may have; others than 1 stand where the devices of a replica are as near each other as can be.
 
         What a stage does once per step (gradient all-reduce, update) is spread over its micro-batches as backward time,
         so that the cuts balance it too; `allreduce_s` is therefore zero. Memory is that of the device with the least
         left, and counts from the largest memory: what a smaller device lacks is held by `static_bytes`.
         """
-        choices = self._choices(shape, power_of_two)
+        choices = self._choices(shape, power_of_two) if 1 in degrees else {}
+        if degrees != (1,):
+            if not self.mixed:
+                choices = {c: list(range(c.replicas, shape.devices + 1)) for c in choices}
+            for degree in degrees:
+                if degree > 1:
+                    choices |= self._tensor_choices(shape, degree)
+            choices = dict(sorted(choices.items(), key=lambda item: item[0].replicas))
         return self._costs(shape, schedule, choices) if choices else None
 
     def costs_of(self, shape: PipelineShape, schedule: str, stages: Sequence[tuple[int, ...]]) -> StageCosts:
@@ -169,7 +184,7 @@ class ChainProblem:
             assert taken is not None
             choice = _Choice(
                 replicas=len(ranks) // shape.pipelines,
-                parts=tuple(sorted(set(zip(map(self._kind, ranks), taken, strict=True)))),
+                parts=tuple(sorted(set(zip(map(self.kind_of, ranks), taken, strict=True)))),
                 reduced=(number,),
                 entering=here,
                 leaving=here,
@@ -188,6 +203,11 @@ class ChainProblem:
             np.stack(arrays, axis=-1) for arrays in zip(*(self._row(c, shape) for c in choices), strict=True)
         )
         full = forward.shape
+        degrees = tuple(choice.tensor for choice in choices)
+        allowed = np.broadcast_to(self.sets.nested[:, :, None], full)
+        if max(degrees) > 1:
+            allowed = np.stack([self.sets.nested & self._whole_at_cuts(c) for c in choices], axis=-1)
+        placed = self.mixed or any(left != [shape.devices] for left in choices.values())
         return StageCosts(
             replicas=tuple(choice.replicas for choice in choices),
             forward_s=forward,
@@ -199,27 +219,28 @@ class ChainProblem:
             update_bytes=update,
             limit_bytes=self.limit_bytes,
             micro_batches=shape.micro_batches,
-            allowed=np.broadcast_to(self.sets.nested[:, :, None], full),
+            allowed=allowed,
             in_flight=in_flight(schedule),
-            places=self._places(choices, shape.devices) if self.mixed else None,
+            places=self._places(choices, shape.devices) if placed else None,
+            tensor=degrees if max(degrees) > 1 else None,
         )
 
     def _row(self, choice: _Choice, shape: PipelineShape) -> tuple[Floats, ...]:
         """[i, j] forward, backward, transfer, static bytes, bytes per micro-batch in flight, bytes during the update,
         each of the worst part."""
         share, rows = 1 / shape.micro_batches, []
-        all_reduce_s = self.all_reduce_s(choice.reduced)
         for kind, samples in choice.parts:
-            state = self._state(kind)
-            forward, backward = self._times(kind, samples, shape.recompute)
-            once_s = all_reduce_s + state["update_s"]
+            split = self._split(choice, kind, samples)
+            state = self._state(kind, split)
+            forward, backward = self._times(kind, samples, shape.recompute, split)
+            once_s = self._curve("all_reduce", choice.reduced, choice.reducing, state["gradients"]) + state["update_s"]
             held = state["all"] + (self.limit_bytes - self.kinds[kind].usable_bytes)
             rows.append(
                 (
                     forward,
                     backward + (once_s * share + state["accumulate_s"] * (1 - share)),
-                    held + self._working(samples, shape.recompute),
-                    self._stash(samples, shape.recompute) + self._transfers(samples)[0],
+                    held + self._working(samples, shape.recompute, split),
+                    self._stash(samples, shape.recompute, split) + self._transfers(samples)[0],
                     held + state["update"],
                 )
             )
@@ -234,7 +255,7 @@ class ChainProblem:
         """Samples of a micro-batch that each of these devices, which run one stage of all pipelines, takes."""
         problem = self.problem
         samples, rest = divmod(problem.global_batch, shape.micro_batches)
-        kinds = [self._kind(d) for d in devices]
+        kinds = [self.kind_of(d) for d in devices]
         if rest:
             return None
         whole_s = functools.partial(self._whole_s, shape.recompute)
@@ -244,12 +265,19 @@ class ChainProblem:
                 return taken
         return None
 
+    def equal_shares(self, shape: PipelineShape, replicas: int) -> tuple[int, ...]:
+        """Samples of a micro-batch of each of so many replicas, which must divide it."""
+        share, rest = divmod(self.problem.global_batch, shape.micro_batches * replicas)
+        assert not rest
+        return (share,) * replicas
+
     def _whole_s(self, recompute: bool, kind: int, samples: int) -> float:
         """Forward and backward of all blocks."""
         forward, backward = self._times(kind, samples, recompute)
         return float(forward[0, -1] + backward[0, -1])
 
-    def _kind(self, device: int) -> int:
+    def kind_of(self, device: int) -> int:
+        """Number of a device's kind."""
         return self.kinds.index(self.problem.cluster.device(device)) if self.mixed else 0
 
     def _choices(self, shape: PipelineShape, power_of_two: bool) -> dict[_Choice, list[int]]:
@@ -273,7 +301,7 @@ class ChainProblem:
                     near = (0, min(r, cluster.size - 1)), 1
                     choice = _Choice(replicas=r, parts=((0, max(taken)),), reduced=ranks, entering=near, leaving=near)
                 else:
-                    kinds = map(self._kind, ranks)
+                    kinds = map(self.kind_of, ranks)
                     choice = _Choice(
                         replicas=r,
                         parts=tuple(sorted(set(zip(kinds, taken, strict=True)))),
@@ -285,6 +313,92 @@ class ChainProblem:
                 found.setdefault(choice, []).append(shape.devices - first)
         return found
 
+    # --- stages that split kernels ------------------------------------------------------------------------------------
+    def split_of(self, micro_batch: int, degree: int, kind: int) -> TensorShare:
+        """How kernels lie on replicas of this degree."""
+        return self._share_of(micro_batch, degree, kind, tuple(range(degree)), 1)
+
+    def _split(self, choice: _Choice, kind: int, samples: int) -> TensorShare | None:
+        return None if choice.tensor == 1 else self._share_of(samples, choice.tensor, kind, *choice.inside)
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def _share_of(
+        self, micro_batch: int, degree: int, kind: int, ranks: tuple[int, ...], concurrent: int
+    ) -> TensorShare:
+        degrees = Degrees(tp=degree, vocabulary=self._vocabulary)
+        return tensor_share(self.problem, self.graph, micro_batch, degrees, self.kinds[kind], ranks, concurrent)
+
+    @cached_property
+    def _vocabulary(self) -> bool | None:
+        degrees = tuple(t for t in self.problem.space.tp if t > 1)
+        shared = any(len(blocks_) > 1 for value, blocks_ in self._readers.items() if value in self.graph.parameters)
+        return splits_vocabularies(self.graph, self.least_samples, degrees, shared)
+
+    def why_not(self, degree: int) -> str:
+        """Why no stage can have this tensor degree; empty where it can."""
+        try:
+            self.split_of(self.least_samples, degree, self.slowest)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    @lru_cache(maxsize=256)  # noqa: B019
+    def _whole_at_cuts(self, choice: _Choice) -> Bools:
+        """Stages that whole tensors enter and leave: their neighbours may be split otherwise."""
+        split = self._split(choice, *choice.parts[0])
+        if split is None:
+            return self.sets.nested
+        divided = {ends: float(sum(map(split.divided, values))) for ends, values in self._crossing.items()}
+        entering, leaving = self.sets.crossing(divided)
+        return np.asarray(entering + leaving == 0)
+
+    def _tensor_choices(self, shape: PipelineShape, degree: int) -> dict[_Choice, list[int]]:
+        """Stages of one kind of device whose replicas are runs of `degree` devices, on the innermost links that so many
+        can have; samples are shared equally."""
+        if self.why_not(degree):
+            return {}
+        cluster, on, size = self.problem.cluster, lines(self.problem.cluster, shape), shape.devices
+        nearest = cluster.levels.index(cluster.level_of(range(min(degree, cluster.size))))
+        near_enough = [
+            all(cluster.levels.index(cluster.level_of(line[d : d + degree])) <= nearest for line in on)
+            for d in range(size - degree + 1)
+        ]
+        samples, rest = divmod(self.problem.global_batch, shape.micro_batches)
+        found: dict[_Choice, list[int]] = {}
+        like: dict[Any, _Choice] = {}
+        for r in range(degree, size + 1, degree) if not rest else ():
+            share, uneven = divmod(samples, shape.pipelines * (r // degree))
+            if uneven or share < self.least_samples or self.problem.graph.at(share) is not self.graph:
+                continue
+            for first in range(size - r + 1):
+                kinds = {self.kind_of(d) for line in on for d in line[first : first + r]} if self.mixed else {0}
+                if len(kinds) > 1 or not all(near_enough[first : first + r : degree]):
+                    continue
+                if self.mixed or r not in like:
+                    choice = self._tensor_choice(on, first if self.mixed else 0, r, degree, kinds.pop(), share)
+                    choice = like.setdefault(self._likeness(choice) if self.mixed else r, choice)
+                found.setdefault(like[r] if not self.mixed else choice, []).append(size - first)
+        return found
+
+    def _tensor_choice(
+        self, on: Sequence[Sequence[int]], first: int, r: int, degree: int, kind: int, share: int
+    ) -> _Choice:
+        cluster = self.problem.cluster
+        replicas = [line[d : d + degree] for line in on for d in range(first, first + r, degree)]
+        reduced = [tuple(replica[x] for replica in replicas) for x in range(degree)]
+        near = (0, min(r, cluster.size - 1)), 1
+        return _Choice(
+            replicas=r,
+            parts=((kind, share),),
+            reduced=reduced[0],
+            reducing=max(sharing(cluster, reduced)) if len(replicas) > 1 else 1,
+            entering=self._boundary(on, first, r) if self.mixed else near,
+            leaving=self._boundary(on, first + r, r) if self.mixed else near,
+            tensor=degree,
+            inside=(tuple(replicas[0]), max(sharing(cluster, [tuple(replica) for replica in replicas]))),
+        )
+
+    # --- places -------------------------------------------------------------------------------------------------------
     def _boundary(self, on: Sequence[Sequence[int]], place: int, width: int) -> tuple[tuple[int, ...], int]:
         """Devices on both sides of a cut of the pipelines, on the slowest link of any; and how many share that."""
         cluster = self.problem.cluster
@@ -307,7 +421,8 @@ class ChainProblem:
             for ranks, shared in (choice.entering, choice.leaving)
         ]
         hosts = sorted(Counter(cluster.host_of(d).start for d in choice.reduced).values())
-        return choice.replicas, choice.parts, tuple(hosts), *ends
+        inside = cluster.level_of(choice.inside[0]).name if choice.tensor > 1 else ""
+        return choice.replicas, choice.parts, tuple(hosts), *ends, choice.tensor, inside, choice.inside[1]
 
     def _places(self, choices: dict[_Choice, list[int]], devices: int) -> Bools:
         places = np.zeros((len(choices), devices + 1), dtype=np.bool_)
@@ -340,10 +455,15 @@ class ChainProblem:
         return self.sets.sums(self.block_weights(per_op))
 
     @lru_cache(maxsize=256)  # noqa: B019  (a ChainProblem lives as long as one search)
-    def _times(self, kind: int, micro_batch: int, recompute: bool) -> tuple[Floats, Floats]:
-        prices = self.problem.prices([micro_batch], self.kinds[kind])[micro_batch]
-        op_class = self.graph.flat.op_class
-        forward, backward = prices.forward.seconds[op_class], prices.backward.seconds[op_class]
+    def _times(
+        self, kind: int, micro_batch: int, recompute: bool, split: TensorShare | None = None
+    ) -> tuple[Floats, Floats]:
+        if split is None:
+            prices = self.problem.prices([micro_batch], self.kinds[kind])[micro_batch]
+            op_class = self.graph.flat.op_class
+            forward, backward = prices.forward.seconds[op_class], prices.backward.seconds[op_class]
+        else:
+            forward, backward = split.forward_s, split.backward_s
         again = np.where(self.recomputed, forward, 0.0) if recompute else 0.0
         return self._runs(forward), self._runs(backward + again)
 
@@ -359,33 +479,38 @@ class ChainProblem:
         return crossing_values(self.dag, self.chain)
 
     @lru_cache(maxsize=256)  # noqa: B019
-    def _stash(self, micro_batch: int, recompute: bool) -> Floats:
+    def _stash(self, micro_batch: int, recompute: bool, split: TensorShare | None = None) -> Floats:
         """Bytes that a run keeps per micro-batch in flight: storages made in it whose first late reader is in it
         too."""
         regions = self._regions if recompute else None
-        maker, first_reader, size = kept_storages(self.graph, micro_batch, self.block_of, regions)
+        sizes = None if split is None else split.value_bytes
+        maker, first_reader, size = kept_storages(self.graph, micro_batch, self.block_of, regions, sizes)
         histogram = np.zeros((self.size, self.size))
         np.add.at(histogram, (maker, first_reader), size)
-        return self.sets.both(histogram)
+        kept = self.sets.both(histogram)
+        return kept if split is None or recompute else kept + self._runs(split.converted_bytes)
 
     @lru_cache(maxsize=256)  # noqa: B019
-    def _working(self, micro_batch: int, recompute: bool) -> Floats:
+    def _working(self, micro_batch: int, recompute: bool, split: TensorShare | None = None) -> Floats:
         """Largest working set of any block of a run."""
         regions = self._regions if recompute else None
         working = working_sets(
-            self.graph, micro_batch, [np.flatnonzero(self.block_of == b) for b in range(self.size)], regions
+            self.graph,
+            micro_batch,
+            [np.flatnonzero(self.block_of == b) for b in range(self.size)],
+            regions,
+            None if split is None else split.value_bytes,
         )
-        return self.sets.largest(working)
+        return self.sets.largest(working if split is None else working + split.largest_converted)
 
     @cached_property
     def _regions(self) -> Integers:
         """Region of each op: its layer, -1 outside layers."""
         return np.where(self.recomputed, self.graph.flat.op_call, -1)
 
-    @lru_cache(maxsize=8)  # noqa: B019
-    def _state(self, kind: int) -> dict[str, Floats]:
-        """Bytes of parameters, gradients and optimizer state of every run: each parameter counts once per run that
-        reads it."""
+    @cached_property
+    def _readers(self) -> dict[int, set[int]]:
+        """Blocks that read each parameter, buffer and constant."""
         flat = self.graph.flat
         consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
         readers: dict[int, set[int]] = {}
@@ -393,10 +518,19 @@ class ChainProblem:
         for value, op in zip(flat.op_inputs.tolist(), consumer.tolist(), strict=True):
             if value in held:
                 readers.setdefault(value, set()).add(int(self.block_of[op]))
+        return readers
+
+    @lru_cache(maxsize=64)  # noqa: B019
+    def _state(self, kind: int, split: TensorShare | None = None) -> dict[str, Floats]:
+        """Bytes of parameters, gradients and optimizer state of every run: each parameter counts once per run that
+        reads it."""
         row_of, updates, accumulations = self.problem.update_prices(self.kinds[kind])
         totals: dict[tuple[int, ...], Floats] = {}
-        for value, read in readers.items():
+        for value, read in self._readers.items():
             state, row = state_of(self.graph, self.problem.training, [value]), row_of.get(value)
+            gradient_part = optimizer_part = 1.0
+            if split is not None:
+                state, gradient_part, optimizer_part = _part_of(state, split, value)
             own = totals.setdefault(tuple(sorted(read)), np.zeros(6))
             besides = update_transient_bytes(self.problem.training, self.kinds[kind], state)
             together = update_transient_bytes(  # what the update holds of all parameters, not of one after the other
@@ -405,8 +539,8 @@ class ChainProblem:
             own[:5] += (
                 state.parameters + state.gradients + state.optimizer_state,
                 state.gradients,
-                0.0 if row is None else updates.seconds[row],
-                0.0 if row is None else accumulations.seconds[row],
+                0.0 if row is None else updates.seconds[row] * optimizer_part,
+                0.0 if row is None else accumulations.seconds[row] * gradient_part,
                 together,
             )
             own[5] = max(own[5], besides - together)
@@ -432,3 +566,17 @@ class ChainProblem:
         table = CollectiveTable(tuple(Collective(kind, size, ranks, concurrent) for size in at))
         estimate = self.problem.costs.communication.estimate(table, self.problem.cluster)
         return np.array(at, dtype=np.float64), estimate.mean_s
+
+
+def _part_of(state: StateBytes, split: TensorShare, value: int) -> tuple[StateBytes, float, float]:
+    """What one device keeps of a parameter's state; the parts of its gradient and of its optimizer state."""
+    parameter, gradient, optimizer = (float(part[value]) for part in split.parts)
+    held = replace(
+        state,
+        parameters=int(state.parameters * parameter),
+        gradients=int(state.gradients * gradient),
+        optimizer_state=int(state.optimizer_state * optimizer),
+        largest_elements=int(state.largest_elements * optimizer),
+        elements=int(state.elements * optimizer),
+    )
+    return held, gradient, optimizer

@@ -8,7 +8,7 @@ lost per byte saved; here it is solved exactly unless that rule is asked for.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -385,7 +385,8 @@ def repeated(nodes: Sequence[PiperNode]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piper:
-    """Piper's objective, M × the slowest stage with its transfers, where every stage recomputes or not as it likes.
+    """Piper's objective, M × the slowest stage with its transfers, where every stage recomputes or not as it likes, and
+    has a tensor degree of its own, of those that the space allows.
 
     On simpart's prices, for every number of stages, on sets of blocks closed under predecessors where there are few
     enough, else on a chain of blocks.
@@ -397,17 +398,34 @@ class Piper:
     most_sets: int = 64
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
-        """The best plans of every number of stages; a reason where none fits."""
+        """The best plans of every number of stages; a reason where none fits, and for degrees that do not work."""
         choices = [r == "full" for r in problem.space.recompute]
+        refused: dict[int, str] = {}
         groups = chain_cases(
-            problem, control, most_blocks=self.most_blocks, most_sets=self.most_sets, recompute=choices[:1]
-        )
-        return propose_answers(
-            problem, control, groups, lambda case, most, _: self._answers(problem, case, most, choices)
+            problem,
+            control,
+            most_blocks=self.most_blocks,
+            most_sets=self.most_sets,
+            recompute=choices[:1],
+            degrees=problem.space.tp,
         )
 
+        def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
+            for degree in problem.space.tp:
+                if degree > 1 and degree not in refused:
+                    refused[degree] = case.chain.why_not(degree)
+            return self._answers(problem, case, most, choices)
+
+        yield from propose_answers(problem, control, groups, answers)
+        for degree, why in refused.items():
+            if why:
+                yield Candidate(plan=None, family=f"tensor degree {degree}", why=why)
+
     def _answers(self, problem: Problem, case: ChainCase, most: int, choices: Sequence[bool]) -> Answers:
-        variants = [case.chain.costs(replace(case.shape, recompute=choice), case.schedule, False) for choice in choices]
+        shape, degrees = case.shape, problem.space.tp
+        variants = [
+            case.chain.costs(replace(shape, recompute=choice), case.schedule, False, degrees) for choice in choices
+        ]
         priced = [(np.add(*both_ways_s(costs)), fitting(costs)) for costs in variants if costs is not None]
 
         def cost_of(later: int) -> Floats:
@@ -417,9 +435,19 @@ class Piper:
         answers = slowest_answers(problem, case, cost_of, most)
         for count, answer in answers.items():
             if answer is not None:
-                picked = []
-                for x, at in enumerate(case.costs.entries(answer.stages)):
-                    seconds = [float(time_s[at]) if fits(count - 1 - x)[at] else math.inf for time_s, fits in priced]
-                    picked.append(choices[seconds.index(min(seconds))])
-                answers[count] = replace(answer, recompute=tuple(picked))
+                left, recompute, tensor = sum(stage.replicas for stage in answer.stages), [], []
+                for x, stage in enumerate(answer.stages):
+                    usable = case.costs.usable(stage.replicas, left)
+                    seconds = {
+                        (v, k): float(time_s[at]) if fits(count - 1 - x)[at] else math.inf
+                        for v, (time_s, fits) in enumerate(priced)
+                        for k in usable
+                        if (at := (stage.start, stage.end, k))
+                    }
+                    v, k = min(seconds, key=lambda pair: (seconds[pair], pair))
+                    recompute.append(choices[v])
+                    tensor.append(1 if case.costs.tensor is None else case.costs.tensor[k])
+                    left -= stage.replicas
+                picked = None if degrees == (1,) else tuple(tensor)
+                answers[count] = replace(answer, recompute=tuple(recompute), tensor=picked)
         return answers

@@ -23,10 +23,13 @@ def plan_words(plan: Plan) -> str:
     again = [s for s, stage in enumerate(plan.stages) if stage.recompute]
     if again:
         parts.append("recompute" if len(again) == len(plan.stages) else f"recompute in {numbers(again)}")
-    splits = dict.fromkeys(
-        " × ".join(f"{name} {size}" for name, size in group.sharding_axes if size > 1) for group in plan.groups
+    splits: dict[str, list[int]] = {}
+    for g, group in enumerate(plan.groups):
+        words = " × ".join(f"{name} {size}" for name, size in group.sharding_axes if size > 1)
+        splits.setdefault(words, []).append(g)
+    parts.extend(
+        split if len(splits) == 1 else f"{split} in {numbers(held)}" for split, held in splits.items() if split
     )
-    parts.extend(split for split in splits if split)
     if plan.state:
         parts.append("state divided")
     return ", ".join(parts)

@@ -38,9 +38,9 @@ class Space:
     uneven_replicas: bool = False
     use_fewer_devices: bool = False
     tp: tuple[int, ...] = (1,)
-    """Tensor-parallel degrees; of the searchers here, grid proposes others than 1."""
+    """Tensor-parallel degrees; of the searchers here, grid and piper propose others than 1."""
     zero: tuple[int, ...] = (0,)
-    """ZeRO stages; likewise."""
+    """ZeRO stages; of the searchers here, grid divides state."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

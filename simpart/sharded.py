@@ -42,6 +42,7 @@ __all__ = [
     "StageShare",
     "StageShares",
     "bucketed",
+    "converted_by_kernel",
     "converted_bytes",
     "is_sharded",
     "kernel_value",
@@ -147,12 +148,19 @@ def local_bytes(graph: Graph, flow: Flow) -> Ints:
 
 
 def converted_bytes(flow: Flow) -> tuple[int, int]:
-    """(bytes of converted values that backward reads again, largest converted value) of one micro-batch on one device.
+    """(bytes of converted values that backward reads again, largest one) of one micro-batch on one device."""
+    kept, largest = converted_by_kernel(flow)
+    return sum(kept.values()), largest
+
+
+def converted_by_kernel(flow: Flow) -> tuple[Counter[int], int]:
+    """The same, the bytes kept by the kernel before which they are converted.
 
     A value that forward and backward read in the same other layout is converted once and kept; the rest lives while
     its kernel runs.
     """
-    kept = largest = 0
+    kept: Counter[int] = Counter()
+    largest = 0
     late = _read_late(flow)
     for conversion in flow.conversions:
         if conversion.role not in ("value", "parameter") or conversion.per_step:
@@ -160,7 +168,9 @@ def converted_bytes(flow: Flow) -> tuple[int, int]:
         size = _converted(flow, conversion)
         largest = max(largest, size)
         if conversion.phase == "F" and conversion.role == "value":
-            kept += size * sum(value in late for value in conversion.values)
+            for value, kernel in zip(conversion.values, conversion.kernels, strict=True):
+                if value in late:
+                    kept[kernel] += size
     return kept, largest
 
 
