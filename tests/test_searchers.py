@@ -50,6 +50,9 @@ def problem_of(graph: Graph, devices: int, global_batch: int, space: Space = Spa
 
 
 NAMES = sorted(SEARCHERS)
+VARIED = [
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith(("rhino_", "tofu_")) else name for name in NAMES
+]  # levels and baselines of one searcher: the fast tests have them on one problem
 ONE_STAGE = {name for name in SEARCHERS if name.startswith("tofu")}  # make no pipelines
 SPACES: dict[str, Space] = {
     "two stages": Space(min_stages=2, max_stages=2),
@@ -64,14 +67,14 @@ def test_the_table_of_searchers_is_complete() -> None:
     assert [load_searcher(name).name for name in NAMES] == NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("space", SPACES)
 def test_searchers_keep_to_the_space(four_layers: Graph, name: str, space: str) -> None:
     result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 4, 8, SPACES[space]))
     assert result.best is not None or (name in ONE_STAGE and SPACES[space].min_stages > 1)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIED)
 def test_searchers_take_any_number_of_devices_and_samples(four_layers: Graph, name: str) -> None:
     result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 7, 6))
     equal = name.startswith("equal") or name in ("grid", "two_bw")
@@ -85,7 +88,7 @@ def test_searchers_plan_one_layer_on_more_devices_than_it_needs(one_layer: Graph
     assert check_searcher(lambda: load_searcher(name), problem_of(one_layer, 3, 6)).best is not None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", VARIED)
 def test_searchers_say_why_nothing_can_be_planned(four_layers: Graph, name: str) -> None:
     result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 4, 8, Space(min_stages=9)))
     assert result.best is None and all(isinstance(reason, str) for reason in result.families.values())
