@@ -99,7 +99,7 @@ class Learned:
                 asked: list[Question] = [questions[i] for i in found]  # type: ignore[misc]  # none is None, see above
                 seconds, shared[rows], own[rows], provenance[rows] = _answer(models[name], asked, device, floor_s)
                 mean[rows] = np.maximum(seconds, device.kernel_launch_s)
-                family[rows] = [_family_place(table.signatures[i]) for i in found]
+                family[rows] = [*map(_family_place, map(table.signatures.__getitem__, found))]
         return Estimate(
             mean_s=mean, family=family, families=FAMILIES, shared_log_sd=shared, own_log_sd=own, provenance=provenance
         )
