@@ -28,9 +28,9 @@ from simpart.model_spec import parse_model
 from simpart.plan import Plan
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
-from simpart.searchers._tofu_choices import check_factors
-from simpart.searchers._tofu_coarse import coarsen
-from simpart.searchers._tofu_plan import plan_of
+from simpart.searchers._tofu.choices import check_factors
+from simpart.searchers._tofu.coarse import coarsen
+from simpart.searchers._tofu.plan import plan_of
 from simpart.searchers.tofu import partition
 from simpart.searching import Control
 from simpart.sharding import flows

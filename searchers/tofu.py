@@ -17,16 +17,16 @@ from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.searchers._tofu_baselines import METHODS, UNNESTED, Method, solve
-from simpart.searchers._tofu_choices import check_factors
-from simpart.searchers._tofu_coarse import Coarse, coarsen
-from simpart.searchers._tofu_counts import Found, counted_bytes, link_bytes, lone_bound, recount, weighed
-from simpart.searchers._tofu_joint import joint
-from simpart.searchers._tofu_parallel import replicas, weird_trick
-from simpart.searchers._tofu_plan import mesh_group, plan_of
-from simpart.searchers._tofu_price import axis_names, seconds_of
-from simpart.searchers._tofu_steps import Steps
-from simpart.searchers._tofu_work import Workload
+from simpart.searchers._tofu.baselines import METHODS, UNNESTED, Method, solve
+from simpart.searchers._tofu.choices import check_factors
+from simpart.searchers._tofu.coarse import Coarse, coarsen
+from simpart.searchers._tofu.counts import Found, counted_bytes, link_bytes, lone_bound, recount, weighed
+from simpart.searchers._tofu.joint import joint
+from simpart.searchers._tofu.parallel import replicas, weird_trick
+from simpart.searchers._tofu.plan import mesh_group, plan_of
+from simpart.searchers._tofu.price import axis_names, seconds_of
+from simpart.searchers._tofu.steps import Steps
+from simpart.searchers._tofu.work import Workload
 from simpart.searching import Candidate, Control
 
 __all__ = [

@@ -21,16 +21,16 @@ from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.region_conversions import Box, box_of, part_of, step_cost
 from simpart.registry import default_costs, load_searcher
-from simpart.searchers._tofu_baselines import METHODS
-from simpart.searchers._tofu_choices import check_factors
-from simpart.searchers._tofu_coarse import coarsen
-from simpart.searchers._tofu_counts import counted_bytes, lone_bound, recount
-from simpart.searchers._tofu_joint import joint
-from simpart.searchers._tofu_plan import plan_of
-from simpart.searchers._tofu_regions import Region, cut, device_received, received
-from simpart.searchers._tofu_search import recursion, tie_range
-from simpart.searchers._tofu_steps import Steps
-from simpart.searchers._tofu_work import EinsumKernel, Link, Request, Rules, Value, Workload
+from simpart.searchers._tofu.baselines import METHODS
+from simpart.searchers._tofu.choices import check_factors
+from simpart.searchers._tofu.coarse import coarsen
+from simpart.searchers._tofu.counts import counted_bytes, lone_bound, recount
+from simpart.searchers._tofu.joint import joint
+from simpart.searchers._tofu.plan import plan_of
+from simpart.searchers._tofu.regions import Region, cut, device_received, received
+from simpart.searchers._tofu.search import recursion, tie_range
+from simpart.searchers._tofu.steps import Steps
+from simpart.searchers._tofu.work import EinsumKernel, Link, Request, Rules, Value, Workload
 from simpart.searchers.tofu import Tofu, partition
 from simpart.searching import Control, search
 from simpart.sharding import flows

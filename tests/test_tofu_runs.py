@@ -9,8 +9,8 @@ import pytest
 
 from simpart.hardware import load_cluster
 from simpart.plan_format import PlanFile
-from simpart.searchers._tofu_baselines import METHODS
-from simpart.searchers._tofu_plan import plan_of
+from simpart.searchers._tofu.baselines import METHODS
+from simpart.searchers._tofu.plan import plan_of
 from simpart.searchers.tofu import partition
 from simpart.training import TrainingSpec
 from tests.test_sharded_runs import GPT, MLP, MOE, RESNET, assert_exact, graph_of, run

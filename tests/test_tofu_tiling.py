@@ -9,7 +9,7 @@ import pytest
 
 from simpart.placement import Placement, Replicate, Shard
 from simpart.report import save_report
-from simpart.searchers._tofu_plan import plan_of
+from simpart.searchers._tofu.plan import plan_of
 from simpart.searchers.tofu import partition
 from simpart.simulation import simulate_plan
 from simpart.tdl.local import local_shape

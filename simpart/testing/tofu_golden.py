@@ -16,9 +16,9 @@ __all__ = ["solve_mlp", "workload_of"]
 
 def solve_mlp(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Costs of the best plans of a small MLP; what is expected of single plans is not asserted, plans may tie."""
-    search, steps = folder("searchers._tofu_search"), folder("searchers._tofu_steps")
-    joint, counts = folder("searchers._tofu_joint").joint, folder("searchers._tofu_counts")
-    rules = folder("searchers._tofu_work").Rules
+    search, steps = folder("searchers._tofu.search"), folder("searchers._tofu.steps")
+    joint, counts = folder("searchers._tofu.joint").joint, folder("searchers._tofu.counts")
+    rules = folder("searchers._tofu.work").Rules
     work, factors = workload_of(inputs), tuple(inputs["k_factors"])
     made = steps.Steps(work, factors)
     low, high = search.tie_range(made)
@@ -42,7 +42,7 @@ def solve_mlp(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def workload_of(inputs: Mapping[str, Any]) -> Any:
     """The matrix products and tensors of a case; gradients of weights share the weights' scheme."""
-    made = folder("searchers._tofu_work")
+    made = folder("searchers._tofu.work")
     names = list(inputs["tensors"])
     kernels, links = [], []
     for number, op in enumerate(inputs["ops"]):
