@@ -146,13 +146,14 @@ def _schedule(configuration: Configuration) -> tuple[Schedule, tuple[int, ...]]:
     schedule = read_schedule(kind)
     rows = schedule.explicit
     if len(rows) != pp:
-        raise UserError(f"schedule {kind} has {len(rows)} rows for {pp} groups; give --pp {len(rows)}")
+        count = f"{len(rows)} row{'s' * (len(rows) > 1)}"
+        raise UserError(f"schedule {kind} has {count} for {pp} groups; give --pp {len(rows)}")
     home = {action.stage: g for g, row in enumerate(rows) for action in row}
-    missing = [s for s in range(max(home) + 1) if s not in home]
-    if missing:
-        at = next((g, c) for g, row in enumerate(rows) for c, action in enumerate(row) if action.stage > missing[0])
+    missing = next(s for s in range(len(home) + 1) if s not in home)
+    if missing < len(home):
+        at = next((g, c) for g, row in enumerate(rows) for c, action in enumerate(row) if action.stage > missing)
         raise ScheduleError(
-            f"schedule {kind} names stage {rows[at[0]][at[1]].stage}, but has no action of stage {missing[0]}; count "
+            f"schedule {kind} names stage {rows[at[0]][at[1]].stage}, but has no action of stage {missing}; count "
             "stages from 0 without a gap",
             grid(rows, at),
         )

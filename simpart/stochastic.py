@@ -42,7 +42,10 @@ class Disturbances:
         for name in ("straggler", "link"):
             share, factor = getattr(self, f"{name}_share"), getattr(self, f"{name}_factor")
             if not 0 <= share <= 1 or not 1 <= factor < math.inf:
-                raise UserError(f"{name}: share must be from 0 to 1 and factor at least 1, got {share} and {factor}")
+                raise UserError(
+                    f"{name}: the share must be from 0 to 1 and the factor at least 1 and finite, got {share:g}:{factor:g}; "
+                    "try 0.01:1.5"
+                )
 
 
 def sample_steps(
@@ -155,10 +158,13 @@ class Failures:
     restart_s: float
 
     def __post_init__(self) -> None:
-        if not (0 < self.device_mtbf_s < math.inf and 0 < self.checkpoint_s < math.inf and self.restart_s >= 0):
-            raise UserError(
-                f"device_mtbf_s and checkpoint_s must be positive and finite, restart_s at least 0, got {self}"
-            )
+        for name, value, least, usual in (
+            ("time between failures of a device", self.device_mtbf_s, "positive", "1.6e8, five years"),
+            ("checkpoint", self.checkpoint_s, "positive", "60"),
+            ("restart", self.restart_s, "at least 0", "600"),
+        ):
+            if not 0 <= value < math.inf or (value == 0 and least == "positive"):
+                raise UserError(f"{name}: the seconds must be {least} and finite, got {value:g}; try {usual}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

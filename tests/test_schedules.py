@@ -241,7 +241,9 @@ def test_a_placement_that_a_schedule_cannot_use_is_refused(kind: str, groups: li
 @pytest.mark.parametrize(
     ("text", "fault"),
     [("0F0,2F0\n1F0", "names stage 2 of 2"), ("0F0,1F0\n1F0", "stands in row 0"),
-     ("0F0,0F7\n1F0", "micro-batch 7 of 1"), ("0F0,0F0\n1F0", "occurs twice"), ("0B0,0F0\n1F0", "comes before 0F0")],
+     ("0F0,0F7\n1F0", "micro-batch 7 of 1"), ("0F0,0F0\n1F0", "occurs twice"), ("0B0,0F0\n1F0", "comes before 0F0"),
+     ("0F0,0B0,0I0\n1F0", "runs a backward again; keep 0B0, or 0I0 and 0W0"),
+     ("0F0,0I0,0W0,0B0\n1F0", "runs a backward again")],
 )  # fmt: skip
 def test_the_first_action_at_fault_is_marked(text: str, fault: str) -> None:
     with pytest.raises(ScheduleError, match=fault) as caught:

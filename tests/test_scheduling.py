@@ -64,6 +64,11 @@ def test_a_schedule_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "gap.csv").write_text("0F0,0B0,2F0,2B0")
     with pytest.raises(UserError, match="no action of stage 1"):
         configure(given, Configuration(dp=1, schedule=str(tmp_path / "gap.csv")))
+    (tmp_path / "far.csv").write_text("0F0,0B0,99999999999F0,99999999999B0")
+    with pytest.raises(UserError, match="names stage 99999999999, but has no action of stage 1"):
+        configure(given, Configuration(dp=1, schedule=str(tmp_path / "far.csv")))
+    (tmp_path / "marked.csv").write_text("\ufeff" + format_rows(rows))  # as spreadsheets write it
+    assert configure(given, Configuration(pp=2, dp=2, schedule=str(tmp_path / "marked.csv"))) == made
 
 
 def test_virtual_stages_go_with_schedules_that_go_round() -> None:

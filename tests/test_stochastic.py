@@ -111,6 +111,8 @@ def test_rare_failures_cost_little_and_frequent_ones_everything() -> None:
     assert hopeless.fraction == 0.0 and hopeless.step_s == math.inf
     with pytest.raises(UserError, match="must be positive"):
         Failures(device_mtbf_s=0.0, checkpoint_s=1.0, restart_s=1.0)
+    with pytest.raises(UserError, match="restart: the seconds must be at least 0 and finite, got inf; try 600"):
+        Failures(device_mtbf_s=1e8, checkpoint_s=1.0, restart_s=float("inf"))
 
 
 # --- limits -----------------------------------------------------------------------------------------------------------

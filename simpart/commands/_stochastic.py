@@ -106,7 +106,7 @@ def print_worlds(found: Worlds, against: Path | None) -> None:
     steps = found.steps
     low, high = steps.interval_s
     click.echo(
-        f"in {found.samples} worlds (seed {found.seed}): median {human_seconds(steps.median_s)}, mean "
+        f"in {found.samples} world{'s' * (found.samples > 1)} (seed {found.seed}): median {human_seconds(steps.median_s)}, mean "
         f"{human_seconds(steps.mean_s)}, 90 % {human_seconds(low)} … {human_seconds(high)}"
     )
     if steps.slowdown != 1:

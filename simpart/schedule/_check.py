@@ -10,6 +10,7 @@ from simpart.schedule._actions import Action, Rows, grid
 __all__ = ["check_rows"]
 
 _BEFORE = {"B": "F", "I": "F", "W": "I"}
+_INSTEAD = {"B": "IW", "I": "B", "W": "B"}
 
 
 def check_rows(rows: Rows, group_of_stage: Sequence[int], micro_batches: int) -> None:
@@ -32,6 +33,8 @@ def check_rows(rows: Rows, group_of_stage: Sequence[int], micro_batches: int) ->
                 fault = f"names micro-batch {m} of {micro_batches}; they are counted from 0"
             elif action in seen:
                 fault = f"occurs twice in row {g}; keep one"
+            elif any(Action(stage, other, m) in seen for other in _INSTEAD.get(kind, "")):
+                fault = f"in row {g} runs a backward again; keep {stage}B{m}, or {stage}I{m} and {stage}W{m}"
             elif needed and needed not in seen:
                 fault = f"in row {g} comes before {needed}; move it behind"
             if fault:

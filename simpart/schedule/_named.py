@@ -133,7 +133,7 @@ class Schedule:
 def read_schedule(path: Path | str) -> Schedule:
     """An explicit schedule from a file of rows."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise UserError(
