@@ -85,7 +85,7 @@ def large(stages: int, micro_batches: int) -> dict[str, Any]:
     """One 1F1B step of many ranks, in a process of its own: CPU seconds from nothing to all times, and peak memory."""
     script = (
         "import json, numba, numpy as np, resource, time\n"
-        "import simpart.engines._jit as jit\n"
+        "import simpart.machine_code as jit\n"
         "from simpart.engines.compiled import times\n"
         "from simpart.program import Durations\n"
         "from simpart.schedule import Schedule\n"

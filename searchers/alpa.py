@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simpart.engines._jit import compiled
+from simpart.machine_code import compiled
 from simpart.problem import Problem
 from simpart.searchers._caps import least_sum_and_maximum
 from simpart.searchers._chain import Bools, ChainStage, later_stages_allowed

@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from simpart.engines._jit import compiled
 from simpart.engines._loops import highest_levels, longest_path, longest_path_held, replay_block
 from simpart.engines.result import Peaks, Times, check_durations, completes_backward
 from simpart.engines.tape import Tape, tape_of, worth_a_tape
+from simpart.machine_code import compiled
 from simpart.program import Durations, MemoryDeltas, Topology
 
 __all__ = ["makespans", "peaks", "times", "times_and_peaks"]

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from simpart.engines._jit import compiled
 from simpart.engines._loops import order_tasks
+from simpart.machine_code import compiled
 
 __all__ = ["Deadlock", "static_order"]
 

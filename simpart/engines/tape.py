@@ -11,8 +11,8 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from simpart.engines._jit import compiled
 from simpart.engines._loops import assign_registers
+from simpart.machine_code import compiled
 from simpart.program import Topology
 
 __all__ = ["Tape", "tape_of", "worth_a_tape"]

@@ -292,7 +292,7 @@ class _Filling:
     """Runs orders of stages that lie like this; as machine code where that is worth it for so many actions."""
 
     def __init__(self, home: Sequence[int], times: StageTimes, limits: Sequence[float], work: int) -> None:
-        from simpart.engines._jit import compiled
+        from simpart.machine_code import compiled
 
         fast_fill, fast_merge = compiled(fill, work), compiled(merge, work)
         self.fast = fast_fill is not None and fast_merge is not None
