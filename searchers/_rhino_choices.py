@@ -19,6 +19,7 @@ from simpart.hardware import Cluster
 from simpart.placement import AxisStrategy, Halo, Placement, Replicate, Shard, Strategy
 from simpart.plan import DeviceGroup
 from simpart.searchers._cost_graph import Floats
+from simpart.searchers._rhino_settings import slowest_row
 from simpart.searchers._rhino_wires import Wires, wires_of
 from simpart.sharding.mesh import Axes, Layout, axis_members, calls_of
 from simpart.signatures import signatures_of
@@ -106,6 +107,7 @@ def choices(
     calls = calls_of(graph, micro_batch)
     signatures = signatures_of(graph, micro_batch)
     members = {name: axis_members(group, name) for name, _ in axes}
+    slowest = {name: slowest_row(cluster, rows) for name, rows in members.items()}
     shared = {name: max(sharing(cluster, rows)) for name, rows in members.items()}
     lists = [along_axis(graph, micro_batch, size) for _, size in axes]
     rows: dict[Signature, int] = {}
@@ -133,7 +135,7 @@ def choices(
                         outer = [(s, n) for s, (_, n) in zip(splits[:number], axes, strict=False) if _divides(s)]
                         elements = exchange.elements // int(np.prod([n for _, n in outer], initial=1))
                         itemsize = next((DTYPE_BYTES[d] for d in call.dtypes if d.startswith(("float", "bfl"))), 4)
-                        talk = Collective("all_reduce", elements * itemsize, members[name][0], shared[name])
+                        talk = Collective("all_reduce", elements * itemsize, slowest[name], shared[name])
                         inside.append((len(combined), talks.setdefault(talk, len(talks))))
                 combined.append(splits)
             made[key] = (combined, priced, inside)

@@ -13,6 +13,7 @@ from simpart.hardware import Cluster
 from simpart.placement import Halo, Placement, Replicate, Shard
 from simpart.plan import DeviceGroup
 from simpart.searchers._cost_graph import Table
+from simpart.searchers._rhino_settings import slowest_row
 from simpart.sharding.mesh import Axes, Layout, axis_members
 from simpart.sizes import DTYPE_BYTES
 from simpart.transfers import CommPrices, sharing
@@ -28,8 +29,9 @@ class ConversionTimes:
 
     def __init__(self, group: DeviceGroup, axes: Axes, cluster: Cluster, prices: CommPrices) -> None:
         self.axes, self.prices = axes, prices
-        self._members = {name: axis_members(group, name) for name, _ in axes}
-        self._shared = {name: max(sharing(cluster, rows)) for name, rows in self._members.items()}
+        members = {name: axis_members(group, name) for name, _ in axes}
+        self._slowest = {name: slowest_row(cluster, rows) for name, rows in members.items()}
+        self._shared = {name: max(sharing(cluster, rows)) for name, rows in members.items()}
         self._layouts: dict[Key, dict[Layout, int]] = {}
         self._seconds: dict[Key, Table] = {}
 
@@ -57,7 +59,7 @@ class ConversionTimes:
         talks = {}
         for step, dtype in steps:
             name = self.axes[step.axis][0]
-            collective = collective_of(step, self._members[name][0], self._shared[name], dtype)
+            collective = collective_of(step, self._slowest[name], self._shared[name], dtype)
             if collective is not None:
                 talks[step, dtype] = collective
         priced = dict(zip(talks, (p.seconds for p in self.prices.of(talks.values())), strict=True))

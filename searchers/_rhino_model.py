@@ -17,15 +17,17 @@ from math import prod
 
 import numpy as np
 
-from simpart.cost import Collective
+from simpart.cost import Collective, CollectiveKind
 from simpart.graph import Graph
-from simpart.memory import state_table, storages_of
+from simpart.memory import state_table
 from simpart.placement import Halo, Placement, Replicate, Shard, Sharding, StatePlacement
 from simpart.plan import REPLICA_AXIS, DeviceGroup
 from simpart.problem import Problem
 from simpart.searchers._cost_graph import CostGraph, Floats, Ints, Row, Table
 from simpart.searchers._rhino_choices import Choices, choices
 from simpart.searchers._rhino_conversions import ConversionTimes, Key, shard_fraction
+from simpart.searchers._rhino_guess import stashed_values
+from simpart.searchers._rhino_settings import slowest_row
 from simpart.searchers._rhino_wires import Maker, ValueGroup, Wires, wires_of
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import Axes, Layout, axis_members
@@ -129,6 +131,13 @@ class MeshModel:
         if self._graph is None:
             self._graph = self._build()
         return self._graph
+
+    @property
+    def without_strategy(self) -> str:
+        """Kernels that pins leave no strategy; "" where all have some."""
+        ids, kernel_class = wiring_of(self.source).ids, self.source.flat.kernel_class
+        stuck = [cls for cls, found in enumerate(self.choices) if not found.splits and self.wires.count[cls]]
+        return ", ".join(ids[int(np.argmax(kernel_class == cls))] for cls in stuck)
 
     @property
     def floor_s(self) -> float:
@@ -291,13 +300,13 @@ class MeshModel:
             return None
         return next((d for d, n in enumerate(shape) if d not in taken and n % self.mesh.replicas == 0), None)
 
-    def _rate(self, kind: str, size: float) -> float:
+    def _rate(self, kind: CollectiveKind, size: float) -> float:
         """Seconds over the replicas, in buckets."""
         if size <= 0 or self.mesh.replicas == 1:
             return 0.0
         members = axis_members(self.mesh.group, REPLICA_AXIS)
-        bucket = Collective(kind, BUCKET_BYTES, members[0], max(sharing(self.problem.cluster, members)))  # type: ignore[arg-type]
-        return self.prices.of([bucket])[0].seconds * size / BUCKET_BYTES
+        row, shared = slowest_row(self.problem.cluster, members), max(sharing(self.problem.cluster, members))
+        return self.prices.of([Collective(kind, BUCKET_BYTES, row, shared)])[0].seconds * size / BUCKET_BYTES
 
     def _state_seconds(self, gradient: float, parameter: float, zero: int) -> float:
         """What replicas exchange for one parameter in a step, as a share of what all stages take."""
@@ -334,27 +343,9 @@ class MeshModel:
         self._draft.edges.append((variable, self._rest_of[parameter], seconds * often * times))
 
     # --- memory -------------------------------------------------------------------------------------------------------
-    def _stashed(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], Ints]:
-        """Kernel-level values whose storage forward leaves for backward, and the storage that each value looks into."""
-        flat = self.source.flat
-        storages = storages_of(self.source, self.mesh.micro_batch)
-        read = storages.base[flat.kernel_inputs]
-        maker = flat.kernel_value_kernel[read]
-        region = self._regions[flat.kernel_op]
-        late = ~flat.kernel_forward[storages.reader] | (region[storages.reader] >= 0)
-        made = maker >= 0
-        made_forward = np.zeros(len(read), dtype=bool)
-        made_forward[made] = flat.kernel_forward[maker[made]]
-        made_region = np.full(len(read), -1)
-        made_region[made] = region[maker[made]]
-        kept = late & made_forward & ((made_region < 0) | (made_region != region[storages.reader]))
-        found = np.zeros(len(flat.kernel_value_kernel), dtype=bool)
-        found[read[kept]] = True
-        return found, storages.base
-
     def _weigh_activations(self, row: int, load: StageLoad) -> None:
         flat = self.source.flat
-        stashed, _ = self._stashed()
+        stashed = stashed_values(self.source, self.mesh.micro_batch, self._regions)
         inside = np.zeros(len(flat.op_class), dtype=bool)
         inside[load.ops] = True
         values = np.flatnonzero(stashed)
@@ -414,6 +405,10 @@ class MeshModel:
 
     def state(self, choice: Ints) -> tuple[tuple[str, StatePlacement], ...]:
         """Where parameters rest."""
+        return by_pattern(self.source, self.state_table(choice))
+
+    def state_table(self, choice: Ints) -> dict[int, StatePlacement]:
+        """Where parameters rest that don't rest whole, by op-level value."""
         table: dict[int, StatePlacement] = {}
         for maker, variable in self._rest_of.items():
             layout, zero = self.rest_options[maker][int(choice[variable])]
@@ -428,7 +423,38 @@ class MeshModel:
             )
             table.update(dict.fromkeys(op_values.tolist(), rest))
         plain = StatePlacement()
-        return by_pattern(self.source, {value: rest for value, rest in table.items() if rest != plain})
+        return {value: rest for value, rest in table.items() if rest != plain}
+
+    def block_shares(self, choice: Ints, block_of: Ints, blocks: int) -> tuple[Floats, Floats, Floats]:
+        """By block of ops (-1: none): seconds of a step with its conversions, bytes of state, bytes kept per
+        micro-batch. A variable's cost is shared among blocks as its instances are."""
+        shares = self._shares(block_of, blocks)
+        seconds = np.array([float(costs[x]) for costs, x in zip(self.graph.unary, choice, strict=True)])
+        for i, j, table in self.graph.edges:
+            seconds[i] += float(table[choice[i], choice[j]])
+        state, kept = np.zeros(blocks), np.zeros(blocks)
+        rests = set(self._rest_of.values())
+        for variable, weights in self._draft.weights[0].items():
+            into = state if variable in rests else kept
+            into += float(weights[choice[variable]]) * shares[variable]
+        return seconds @ shares, state, kept / self._loads[0].in_flight
+
+    def _shares(self, block_of: Ints, blocks: int) -> Floats:
+        """Part of each variable in each block: a kernel class by its instances, a parameter by who reads it, a value
+        with several readers as what makes it."""
+        flat = self.source.flat
+        shares = np.zeros((len(self.graph.unary), blocks))
+        block = block_of[flat.kernel_op]
+        np.add.at(shares, (flat.kernel_class[block >= 0], block[block >= 0]), 1.0)
+        reader, values = self.source.reads["parameter"]
+        for maker, variable in self._rest_of.items():
+            found = block_of[reader[np.isin(values, self.wires.sources[maker][2])]]
+            shares[variable] = np.bincount(found[found >= 0], minlength=blocks)
+        for i, j, _ in self.graph.edges:
+            if not shares[j].any():
+                shares[j] = shares[i]
+        total = shares.sum(axis=1, keepdims=True)
+        return np.divide(shares, total, out=np.zeros_like(shares), where=total > 0)
 
     def rest_layouts(self, choice: Ints) -> dict[Maker, tuple[Layout, int]]:
         """Layout on the sharding axes and ZeRO level of every parameter."""

@@ -10,17 +10,19 @@ import numpy as np
 
 from simpart.configure import layer_calls
 from simpart.flops import kernel_class_flops
-from simpart.graph import Graph
-from simpart.hardware import Device
+from simpart.hardware import Cluster
 from simpart.ops import family_of
 from simpart.plan import REPLICA_AXIS, DeviceGroup, Devices
 from simpart.problem import Problem
+from simpart.sharding.mesh import axis_members
 
-__all__ = ["AXIS_NAMES", "Setting", "guess_s", "physical_floor_s", "settings", "split_axes"]
+__all__ = ["AXIS_NAMES", "Setting", "physical_floor_s", "settings", "slowest_row", "split_axes"]
 
 AXIS_NAMES = ("x", "y")
 """Sharding axes, outermost first; with the replicas' axis a mesh has up to three."""
 LARGEST_AXIS = 64
+MOST_ALIGNMENTS = 16
+"""Stages looked at for how their meshes lie in nodes."""
 MOST_SIZES = 5
 """Micro-batch sizes looked at per mesh: powers of two times the smallest, so that doubling them all is one more."""
 
@@ -51,11 +53,31 @@ class Setting:
         devices = Devices.of(range(stage * self.width, (stage + 1) * self.width))
         return DeviceGroup(devices=devices, axes=((REPLICA_AXIS, self.replicas), *self.axes))
 
+    def slowest_group(self, cluster: Cluster) -> DeviceGroup:
+        """Of the stages' devices those whose rows lie on the slowest links: meshes may straddle nodes."""
+        period = math.lcm(self.width, *(level.size for level in cluster.levels)) // self.width
+
+        def widths(group: DeviceGroup) -> list[int]:
+            axes = [name for name, size in reversed(group.axes) if size > 1]
+            return [_width(cluster, slowest_row(cluster, axis_members(group, name))) for name in axes]
+
+        groups = [self.group(s) for s in range(min(self.stages, period, MOST_ALIGNMENTS))]
+        return max(groups, key=widths)
+
     @property
     def family(self) -> str:
         """Stages and mesh in words."""
         mesh = " × ".join([str(self.replicas), *(str(size) for _, size in self.axes)])
         return f"{self.stages} stage{'s' if self.stages > 1 else ''} on meshes of {mesh}"
+
+
+def slowest_row(cluster: Cluster, rows: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+    """Of the rows of an axis the first that lies on the slowest link."""
+    return max(rows, key=lambda row: _width(cluster, row))
+
+
+def _width(cluster: Cluster, row: Sequence[int]) -> int:
+    return cluster.levels.index(cluster.level_of((row[0], row[-1])))
 
 
 def settings(problem: Problem) -> list[Setting]:
@@ -81,7 +103,9 @@ def split_axes(problem: Problem, setting: Setting) -> list[Setting]:
     (_, parts), *rest = setting.axes or (("", 1),)
     if rest:
         return []
-    inner = [n for n in _divisors(parts) if 1 < n < parts]
+    node = max((level.size for level in problem.cluster.levels if level.size < parts), default=1)
+    across = math.gcd(node, parts)  # an axis over several nodes is split where they meet: fast links inside
+    inner = [across] if across > 1 else [n for n in _divisors(parts) if 1 < n < parts]
     names = AXIS_NAMES
     return [
         Setting(
@@ -113,20 +137,6 @@ def _batches(problem: Problem, stages: int, replicas: int, parts: int) -> Iterat
                 stages=stages, replicas=replicas, axes=axes, micro_batch=micro_batch,
                 micro_batches=share // micro_batch, recompute=recompute,
             )  # fmt: skip
-
-
-def guess_s(problem: Problem, setting: Setting, device: Device, parameter_bytes: float) -> float:
-    """An idea of the step, for the order only: all work divided evenly, and the gradients of replicas."""
-    graph: Graph = problem.graph.at(setting.micro_batch)
-    prices = problem.prices([setting.micro_batch], device)[setting.micro_batch]
-    op_class = graph.flat.op_class
-    forward, backward = float(prices.forward.seconds[op_class].sum()), float(prices.backward.seconds[op_class].sum())
-    work = forward * (2 if setting.recompute == "full" else 1) + backward
-    turns = setting.micro_batches + setting.stages - 1
-    level = problem.cluster.level_of(tuple(setting.group(0).devices))
-    share = parameter_bytes / (setting.stages * setting.parts)
-    reduce_s = 2 * share / level.bytes_per_s if setting.replicas > 1 else 0.0
-    return turns * work / (setting.stages * setting.parts) + reduce_s
 
 
 def physical_floor_s(problem: Problem) -> float:

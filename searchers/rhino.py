@@ -18,18 +18,19 @@ from typing import Any
 import numpy as np
 
 from simpart.configure import equal_layers, layer_calls, recompute_regions
-from simpart.errors import UserError
-from simpart.memory import ALLOCATOR_FACTOR, state_table
+from simpart.errors import UnknownNameError, UserError
+from simpart.memory import ALLOCATOR_FACTOR
 from simpart.partition import check_plan
 from simpart.plan import Batch, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._cost_graph import Ints, Solution, linear_bound
 from simpart.searchers._rhino_explain import resembles
+from simpart.searchers._rhino_guess import Guess, Guesses, region_numbers
 from simpart.searchers._rhino_levels import RhinoLevel, solve_level
 from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
-from simpart.searchers._rhino_pins import minimal_conflict, pins_on
-from simpart.searchers._rhino_settings import Setting, guess_s, physical_floor_s, settings, split_axes
+from simpart.searchers._rhino_pins import INNERMOST, minimal_conflict, pins_on
+from simpart.searchers._rhino_settings import AXIS_NAMES, Setting, physical_floor_s, settings, split_axes
 from simpart.searchers._rhino_stages import balanced_layers, program_stages, stage_ops
 from simpart.searching import Candidate, Control, Proposal
 from simpart.sharding.pins import Pin
@@ -41,21 +42,31 @@ RELATIVE_GAP = 0.01
 SECONDS_PER_SOLVE = 20.0
 ROUNDS = 4
 """Times that a setting is solved again with less memory after a plan that did not fit."""
+ALWAYS_SOLVED = 40
+"""Settings that are solved whatever their guess says."""
+OPTIMISM = 0.8
+"""A later guess may be too high by this factor more than any before."""
+NEAR = 1.03
 BEST_SPLIT = 4
 """Settings whose sharding axis is then tried as two."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rhino:
-    """`level`: O1 to O4, see `_rhino_levels`. `pins` by axis name (`x`, `y`) hold on every mesh that has the axis."""
+    """`level`: O1 to O4, see `_rhino_levels`. `pins` by axis name (`x`, `y`; `tp` is the innermost) hold on every mesh
+    that has the axis. `worth_running`: plans that commands simulate at the fine grain too."""
 
     name: str = "rhino"
     level: RhinoLevel = "O3"
     pins: tuple[tuple[str, tuple[Pin, ...]], ...] = ()
+    worth_running: int = 3
     objective: str = "(micro-batches + stages - 1) × an equal share of kernels and collectives, and once per step state"
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Proposal]:
         """Settings in the order of a guess; those whose kernels alone take longer than the best found are left out."""
+        for axis, _ in self.pins:
+            if axis not in (*AXIS_NAMES, INNERMOST):
+                raise UnknownNameError("sharding axis", axis, (*AXIS_NAMES, INNERMOST))
         yield from _Search(problem, self.level, control, dict(self.pins)).run()
 
 
@@ -81,6 +92,7 @@ class _Search:
     control: Control
     pins: dict[str, tuple[Pin, ...]] = field(default_factory=dict)
     best_s: float = math.inf
+    least_ratio: float = 1.0  # of an objective to its guess
     bounds: list[float] = field(default_factory=list)
     objective_of: dict[Setting, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(default_factory=dict)  # prices by mesh
@@ -101,23 +113,22 @@ class _Search:
             yield Candidate(plan=None, family="all", why=why)
             return
         device = min(problem.cluster.kinds, key=lambda d: d.peak(problem.graph.precision))
-        state_bytes = float(state_table(problem.graph, problem.training)[0].sum())
-        order: list[tuple[float, int, Setting]] = []
+        guesses = Guesses(problem, self.prices, device, self._zero)
+        order: list[tuple[Guess, Setting]] = []
         for setting in found:
             control.check()
-            order.append((guess_s(problem, setting, device, state_bytes), len(order), setting))
-        order.sort(key=lambda item: item[:2])
+            order.append((guesses.of(setting), setting))
+        order.sort(key=lambda item: item[0].order)
         physical_s = physical_floor_s(problem)
         control.report(done=0, total=len(order), bound=physical_s)
-        done = 0
-        for number, batch in enumerate(_first_of_each(order)):
-            if number:  # first one setting of each family, then the others, those of good families first
-                best_of = self._best_of_families()
-                batch = sorted(batch, key=lambda item: (best_of.get(item[2].family, math.inf), item[:2]))
-            for _, _, setting in batch:
-                yield from self._setting(setting, physical_s)
-                done += 1
-                control.report(done=done, total=len(order))
+        for number, (guess, setting) in enumerate(order):
+            if number >= ALWAYS_SOLVED and self._hopeless(guess):
+                self.bounds.append(physical_s * _stretch(setting))
+                continue
+            yield from self._setting(setting, physical_s)
+            if setting in self.objective_of:
+                self.least_ratio = min(self.least_ratio, self.objective_of[setting] / guess.step_s)
+            control.report(done=number + 1, total=len(order))
         ranked = sorted(self.objective_of, key=self.objective_of.__getitem__)
         tried: set[Setting] = set()
         for setting in ranked[:BEST_SPLIT]:
@@ -128,20 +139,19 @@ class _Search:
         if self.bounds:
             control.report(done=len(order), total=len(order), bound=min(self.bounds))
 
-    def _best_of_families(self) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for setting, value in self.objective_of.items():
-            found[setting.family] = min(value, found.get(setting.family, math.inf))
-        return found
+    def _hopeless(self, guess: Guess) -> bool:
+        """Whether a guess is behind the best found even if it is too high by more than any was that was checked."""
+        if not math.isfinite(self.best_s):
+            return False
+        return guess.over > 0 or guess.step_s * self.least_ratio * OPTIMISM >= self.best_s
 
     # --- one setting --------------------------------------------------------------------------------------------------
     def _setting(self, setting: Setting, physical_s: float) -> Iterator[Proposal]:
         """Plans of one setting; again with less memory while they do not fit."""
         self.control.check()
         problem = self.problem
-        turns = (setting.micro_batches + setting.stages - 1) / setting.micro_batches
-        if physical_s * turns >= self.best_s:
-            self.bounds.append(physical_s * turns)
+        if physical_s * _stretch(setting) >= self.best_s:
+            self.bounds.append(physical_s * _stretch(setting))
             return
         graph = problem.graph.at(setting.micro_batch)
         try:
@@ -152,6 +162,11 @@ class _Search:
         spare = 0.0
         for _ in range(ROUNDS):
             model = self._model(setting, stage_of, spare)
+            if model.without_strategy:
+                self.bounds.append(math.inf)
+                why = f"no strategy of {model.without_strategy} is as pinned"
+                yield Candidate(plan=None, family=setting.family, why=self._conflict(setting, stage_of, spare, why))
+                return
             floor_s = model.floor_s + problem.costs.step_overhead_s
             if floor_s >= self.best_s:
                 self.bounds.append(floor_s)
@@ -212,20 +227,15 @@ class _Search:
         for s in sorted({0, setting.stages // 2, setting.stages - 1}):
             flying = setting.micro_batches if all_forward_first else min(setting.micro_batches, setting.stages - s)
             loads.append(StageLoad(name=f"stage {s}", ops=ops[s], in_flight=flying, limit_bytes=limit))
-        regions = np.full(len(graph.flat.op_class), -1, dtype=np.int64)
-        if setting.recompute == "full":
-            number = 0
-            for held in ops:
-                for region in recompute_regions(graph, held):
-                    regions[region.indices(graph)] = number
-                    number += 1
+        regions = region_numbers(graph, ops if setting.recompute == "full" else [])
         mesh = Mesh(
-            group=setting.group(0), replicas=setting.replicas, axes=setting.axes, micro_batch=setting.micro_batch,
-            micro_batches=setting.micro_batches, stages=setting.stages, zero=self._zero(setting),
+            group=setting.slowest_group(problem.cluster), replicas=setting.replicas, axes=setting.axes,
+            micro_batch=setting.micro_batch, micro_batches=setting.micro_batches, stages=setting.stages,
+            zero=self._zero(setting),
         )  # fmt: skip
         chosen = self.pins if pins is None else pins
         pinned = pins_on(graph, setting.micro_batch, setting.axes, chosen)
-        key = (setting.micro_batch, setting.replicas, setting.axes, tuple(chosen.items()))
+        key = (setting.micro_batch, mesh.group, tuple(chosen.items()))
         model = MeshModel(
             problem, mesh, loads, regions, pinned.allowed, pinned.rests, self.prices, known=self.known.get(key)
         )
@@ -240,12 +250,16 @@ class _Search:
             for axis, pin in pins:
                 by_axis[axis] = (*by_axis.get(axis, ()), pin)
             model = self._model(setting, stage_of, spare, by_axis)
-            return solve_level(model.graph, "O3", seconds=self._seconds()).choice is not None
+            return (
+                not model.without_strategy
+                and solve_level(model.graph, "O3", seconds=self._seconds()).choice is not None
+            )
 
-        pins = [(axis, pin) for axis, _ in setting.axes for pin in self.pins.get(axis, ())]
+        names = [axis for axis, _ in setting.axes] + ([INNERMOST] if setting.axes else [])
+        pins = [(axis, pin) for axis in names for pin in self.pins.get(axis, ())]
         if not pins or not possible([]):
             return why
-        return f"{why}; without these pins it would fit: {', '.join(minimal_conflict(pins, possible))}"
+        return f"{why}; without these pins there is one: {', '.join(minimal_conflict(pins, possible))}"
 
     def _zero(self, setting: Setting) -> tuple[int, ...]:
         """ZeRO levels of parameters: what the space names, else all that differ in what they trade."""
@@ -274,12 +288,19 @@ class _Search:
             if cut.tobytes() in made:
                 continue
             made.add(cut.tobytes())
-            for kind in self.problem.space.schedules:
+            for kind in sorted(self.problem.space.schedules, key=lambda kind: kind != "1f1b"):
                 plan = self._plan(setting, model, solution.choice, cut, kind)
                 if plan is not None:
                     yield plan
-                if setting.stages == 1:
-                    break  # one stage runs alike under all of them
+                if setting.stages == 1 or not self._near_best():
+                    break  # one stage runs alike under all of them; others wait for a plan that is nearly the best
+
+    def _near_best(self) -> bool:
+        """Whether the plan proposed last is within a few per cent of the best."""
+        latest, best = self.control.latest, self.control.incumbent
+        if latest is None or best is None:
+            return True
+        return latest.evaluation.feasible and latest.evaluation.step_s <= NEAR * best.evaluation.step_s
 
     def _plan(self, setting: Setting, model: MeshModel, choice: Ints, stage_of: Ints, kind: str) -> Plan | None:
         graph = model.source
@@ -309,13 +330,6 @@ class _Search:
         return plan
 
 
-Guess = tuple[float, int, Setting]
-
-
-def _first_of_each(order: list[Guess]) -> tuple[list[Guess], list[Guess]]:
-    """The first setting of each family, and the others."""
-    first: dict[str, Guess] = {}
-    for item in order:
-        first.setdefault(item[2].family, item)
-    chosen = {item[1] for item in first.values()}
-    return list(first.values()), [item for item in order if item[1] not in chosen]
+def _stretch(setting: Setting) -> float:
+    """By how much filling and emptying the pipeline lengthens a step."""
+    return (setting.micro_batches + setting.stages - 1) / setting.micro_batches

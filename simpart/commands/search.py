@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +46,14 @@ __all__ = ["search"]
 )
 @click.option("--top", type=click.IntRange(1), default=None, metavar="K", help="List the K best plans.")
 @click.option("--what-if", is_flag=True, help="Search again with 1 GiB more per device and with one more device.")
+@click.option(
+    "--pin", "pins", multiple=True, metavar="KIND:PATTERN=PLACEMENT@AXIS",
+    help="For rhino: how parameters, inputs or kernels lie, such as 'parameter:h.*.mlp.fc.weight=S(0)@tp'.",
+)  # fmt: skip
+@click.option(
+    "--fine-top", type=click.IntRange(0), default=None, metavar="K",
+    help="Simulate the K best plans at the fine grain too, and take the best of these.  [default: 3 for rhino, else 0]",
+)  # fmt: skip
 @click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
 @coverage_options()
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout.")  # fmt: skip
@@ -53,14 +64,15 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     from simpart.commands._progress import search_progress
     from simpart.explaining import tightest, what_if
     from simpart.plan_format import PlanFile, save_plan
-    from simpart.registry import load_searcher
     from simpart.searching import search as run
     from simpart.simulation import simulate_plan
     from simpart.workers import process_pool
+    from simpart.worth_running import worth_running
 
     budget, space = budget_of(options), space_of(options)
     check_jobs(options)
-    searcher = load_searcher(options["searcher"])
+    make = partial(_searcher, options["searcher"], options["pins"])
+    searcher = make()
     problem = build_problem(model, options, space)
     with search_progress() as progress, process_pool(options["jobs"]) as pool:
         found = run(
@@ -70,7 +82,12 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     document["budget"] = {"seconds": budget.seconds, "candidates": budget.candidates}
     if options["top"] is not None:
         document["ranked"] = ranked_rows(found, options["top"])
-    best = found.best.candidate.plan if found.best is not None else None
+    count = options["fine_top"] if options["fine_top"] is not None else getattr(searcher, "worth_running", 0)
+    few = worth_running(problem, found.ranked, count) if found.stopped != "interrupted" else []
+    document["worth_running"] = [row.to_json() for row in few]
+    answer = few[0].evaluated if few else found.best
+    document["why"] = answer.candidate.why if answer is not None else ""
+    best = answer.candidate.plan if answer is not None else None
     result = simulate_plan(problem, best) if best is not None else None
     if best is not None and output is not None:
         graph = problem.graph.at(max(best.batch.sizes[0]))
@@ -78,7 +95,7 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     changes: list[WhatIf] = []
     if options["what_if"] and found.stopped != "interrupted":
         step_s = result.step_s if result is not None else None
-        changes = what_if(problem, lambda: load_searcher(options["searcher"]), budget, options["seed"], step_s)
+        changes = what_if(problem, make, budget, options["seed"], step_s)
         document["what_if"] = [change.to_json() for change in changes]
     freeze_costs(problem, options)
     reason = next(iter(found.infeasible), "the search was stopped before it found a plan")
@@ -96,6 +113,7 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
         print_room(tightest(result))
         print_gains(result)
         print_why(document["why"])
+        print_worth_running(document["worth_running"])
         print_bounds(found)
     else:
         click.echo(f"no plan fits: {reason}")
@@ -115,6 +133,20 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     end(found.stopped)
     if result is not None:
         stop_if_extrapolated(result, options["fail_if_extrapolated"])
+
+
+def _searcher(name: str, pins: Sequence[str]) -> Any:
+    """The searcher, with what the user says of a few tensors."""
+    from simpart.errors import UserError
+    from simpart.registry import load_searcher
+    from simpart.sharding.pins import pins_from_text
+
+    searcher = load_searcher(name)
+    if not pins:
+        return searcher
+    if not hasattr(searcher, "pins"):
+        raise UserError(f"searcher {name} takes no pins, got --pin {pins[0]}; use --searcher rhino")
+    return dataclasses.replace(searcher, pins=pins_from_text(pins))
 
 
 def end(stopped: str) -> None:
@@ -194,6 +226,16 @@ def print_why(why: str) -> None:
     """What a planner chose before it searched, such as the order that it cuts."""
     if why:
         click.echo(f"cuts         {why}")
+
+
+def print_worth_running(rows: list[dict[str, Any]]) -> None:
+    """The few best at the fine grain, and what taking another one than the first costs."""
+    for place, row in enumerate(rows, 1):
+        other = row["switching"]
+        more = f"{human_bytes(abs(other['peak_bytes']))} {'more' if other['peak_bytes'] >= 0 else 'less'}"
+        price = f", {other['share']:+.1%} a step, {more} memory" if place > 1 else ""
+        steps = f"{human_seconds(row['fine_step_s'])} fine, {human_seconds(row['step_s'])} coarse"
+        click.echo(f"worth a run  {place}. {row['words']}: {steps} (rank {row['coarse_rank']}){price}")
 
 
 def print_bounds(found: SearchResult) -> None:

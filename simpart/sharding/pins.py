@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -9,10 +10,13 @@ from typing import Literal
 
 from simpart.errors import UnknownNameError, UserError
 from simpart.graph import Graph, Source, named
-from simpart.placement import Placement, Shard
+from simpart.placement import Halo, Placement, Shard, placement_from_text
 from simpart.sharding._regions import Wiring
 
-__all__ = ["Pin", "Pinned", "divisors", "pinned"]
+__all__ = ["Pin", "Pinned", "divisors", "pinned", "pins_from_text"]
+
+
+_TEXT = re.compile(r"(?P<kind>parameter|input|kernel):(?P<pattern>.+)=(?P<placement>[A-Z][^@]*)@(?P<axis>\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,30 @@ def pinned(graph: Graph, wiring: Wiring, pins: Sequence[Pin], axis: str, size: i
                                                              if s.kind == pin.kind]  # fmt: skip
             raise UnknownNameError(f"pinned {pin.kind}", pin.pattern, list(known)[:8])
     return Pinned(values, kernels)
+
+
+def pins_from_text(texts: Sequence[str]) -> tuple[tuple[str, tuple[Pin, ...]], ...]:
+    """Pins by axis from `kind:pattern=placement@axis`.
+
+    >>> pins_from_text(["parameter:h.*.mlp.fc.weight=S(0)@tp"])
+    (('tp', (Pin(kind='parameter', pattern='h.*.mlp.fc.weight', placement=Shard(dim=0, block=None)),)),)
+    """
+    by_axis: dict[str, list[Pin]] = {}
+    for text in texts:
+        match = _TEXT.fullmatch(text)
+        if match is None:
+            raise UserError(
+                f"a pin is KIND:PATTERN=PLACEMENT@AXIS with kind parameter, input or kernel, got {text!r}; "
+                "write for example 'parameter:h.*.mlp.fc.weight=S(0)@tp'"
+            )
+        placement = placement_from_text(match["placement"])
+        if isinstance(placement, Halo):
+            raise UserError(
+                f"a pin says where a tensor lies, without a halo, got {text!r}; write S({placement.shard.dim})"
+            )
+        pin = Pin(match["kind"], match["pattern"], placement)  # type: ignore[arg-type]  # one of three by the pattern
+        by_axis.setdefault(match["axis"], []).append(pin)
+    return tuple((axis, tuple(pins)) for axis, pins in by_axis.items())
 
 
 def _sources(graph: Graph, wiring: Wiring) -> Iterable[tuple[int, Source]]:
