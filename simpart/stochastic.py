@@ -43,8 +43,8 @@ class Disturbances:
             share, factor = getattr(self, f"{name}_share"), getattr(self, f"{name}_factor")
             if not 0 <= share <= 1 or not 1 <= factor < math.inf:
                 raise UserError(
-                    f"{name}: the share must be from 0 to 1 and the factor at least 1 and finite, got {share:g}:{factor:g}; "
-                    "try 0.01:1.5"
+                    f"{name}: the share must be from 0 to 1 and the factor at least 1 and finite, got "
+                    f"{share:g}:{factor:g}; try 0.01:1.5"
                 )
 
 

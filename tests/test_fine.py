@@ -115,6 +115,21 @@ def test_overlap_hides_communication_and_loses_no_work(case: tuple[int, int]) ->
     np.testing.assert_allclose(spread.by_provenance.sum(axis=1), spread.by_factor.sum(axis=1), rtol=1e-9, atol=1e-18)
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb"])
+def test_actions_wait_for_the_host_as_in_the_coarse_grain(schedule: str) -> None:
+    """The last one too, whose gradients are sent in buckets: it launches its own kernels, not those of a whole B."""
+    slow = dataclasses.replace(gpt(16), costs=dataclasses.replace(gpt(16).costs, eager_launch_s=1e-4))
+    made = configure(slow, Configuration(pp=2, dp=4, schedule=schedule))
+    programs = lower(slow, made), lower(slow, made, "fine")
+    work = [
+        p.durations.task_s[
+            p.topology.task_class[np.isin(p.topology.kind, (TaskKind.SEND, TaskKind.REDUCE), invert=True)]
+        ]
+        for p in programs
+    ]
+    assert work[1].sum() == pytest.approx(work[0].sum(), rel=1e-9)
+
+
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_plans_of_every_kind(example: Any) -> None:
     cluster = load_cluster(example.cluster)

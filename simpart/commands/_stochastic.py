@@ -105,8 +105,9 @@ def print_worlds(found: Worlds, against: Path | None) -> None:
 
     steps = found.steps
     low, high = steps.interval_s
+    worlds = f"{found.samples} world{'s' * (found.samples > 1)}"
     click.echo(
-        f"in {found.samples} world{'s' * (found.samples > 1)} (seed {found.seed}): median {human_seconds(steps.median_s)}, mean "
+        f"in {worlds} (seed {found.seed}): median {human_seconds(steps.median_s)}, mean "
         f"{human_seconds(steps.mean_s)}, 90 % {human_seconds(low)} … {human_seconds(high)}"
     )
     if steps.slowdown != 1:

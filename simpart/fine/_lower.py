@@ -83,7 +83,7 @@ class _Builder:
         self.costs = {
             id(item): self._cost(s, stage, kind, action, item)
             for s, stage in enumerate(self.stages)
-            for kind, action in [*stage.actions.items(), *([("B", stage.last)] if stage.last else [])]
+            for kind, action in [*stage.actions.items(), *([(self._last_kind(s), stage.last)] if stage.last else [])]
             for item in action.chain.items
         }
         self.beside = self._beside()
@@ -96,11 +96,15 @@ class _Builder:
         done = ours & np.isin(base.kind[: self.rows], (TaskKind.BACKWARD, TaskKind.BACKWARD_WEIGHT))
         return int(np.flatnonzero(done)[-1]) if done.any() else -1
 
+    def _last_kind(self, s: int) -> str:
+        """The kind of that task."""
+        return KINDS[int(self.base.kind[self.last[s]])]
+
     def _stage(self, s: int) -> StageChains:
         kind = self.base.kind[: self.rows]
         mine = np.unique(kind[(self.base.stage[: self.rows] == s) & (kind < SEND)])
         kinds = [KINDS[k] for k in mine.tolist()]
-        last = None if self.last[s] < 0 else KINDS[int(kind[self.last[s]])]
+        last = None if self.last[s] < 0 else self._last_kind(s)
         return stage_chains(self.lowering, self.plan, self.costed, s, kinds, last, self.settings)
 
     def _overhead_s(self, s: int, kind: str) -> float:
@@ -162,7 +166,7 @@ class _Builder:
         pattern_of = table[coarse]
         for s, (stage, last) in enumerate(zip(self.stages, self.last, strict=True)):
             if stage.last is not None:
-                patterns.append(self._action(s, KINDS[int(kind[last])], stage.last))
+                patterns.append(self._action(s, self._last_kind(s), stage.last))
                 pattern_of[last] = len(patterns) - 1
         names = tuple(self.classes.names)
         return expand(base, pattern_of, patterns, self.axes, self.settings.prefetch, -4 * count, names)
