@@ -46,6 +46,18 @@ def _learned() -> ComputeModel:
     return Learned()
 
 
+def _host() -> dict[str, float]:
+    """What hosts take, of Costs: from other hosts, none in a mode of which nothing is known."""
+    from simpart.costmodels.learned._overheads import shipped_overheads
+
+    found = shipped_overheads()
+    return {
+        "eager_launch_s": found.eager_launch_s,
+        "compiled_launch_s": found.compiled_launch_s or 0.0,
+        "launch_log_sd": found.launch_log_sd,
+    }
+
+
 def _learned_links() -> CommModel:
     from simpart.costmodels.learned_comm import LearnedComm
 
@@ -96,6 +108,7 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
         step_overhead_s=overhead("step"),
         action_overhead_s=overhead("action"),
         step_log_sd=STEP_LOG_SD,
+        **(_host() if learned else {}),
         description=("learned kernels and collectives, data sheets" if learned else "data sheets")
         + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
     )

@@ -12,7 +12,7 @@ from simpart.alike import Alike
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.layout import Arrangement, Layout, Layouts, Variant, value_bytes
-from simpart.ledger import ClassCost, Priced, class_cost, moving
+from simpart.ledger import ClassCost, Priced, class_cost, moving, waiting_for_host
 from simpart.plan import Plan
 from simpart.pricing import Amount
 from simpart.sharded import StageShare, StageShares, local_parts
@@ -90,19 +90,22 @@ class ActionCosts:
         for kind in "FBIW":
             seconds, amounts, device = slowest[kind]
             priced = [(row, float(times)) for _, row, times in sending.get(kind, ())]
+            launches = sum(float(a.launches[0]) for a in amounts) + sum(times for _, times in priced)
             if kind == "F":
                 priced.append((moving(copies, device), 1.0))
-            launches = sum(float(a.launches[0]) for a in amounts) + sum(times for _, times in priced)
+                launches += len(layout.sent[s])
             host_s = launches * problem.costs.launch_s(problem.mode, device)
-            waiting_s = max(0.0, host_s - seconds - sum(row.seconds * times for row, times in priced))
+            waiting_s = host_s - seconds - sum(row.seconds * times for row, times in priced)
+            waiting = waiting_for_host(waiting_s, device, problem.costs.launch_log_sd) if waiting_s > 0 else None
             costs.append(
                 class_cost(
                     f"{device.name} {'F' if kind == 'F' else 'B'}",
                     [(amount, device.name) for amount in amounts],
                     priced,
-                    problem.costs.action_overhead_s + waiting_s,
+                    problem.costs.action_overhead_s,
                     [(axis, row.seconds * times) for axis, row, times in sending.get(kind, ())],
                     launches,
+                    waiting,
                 )
             )
         return tuple(costs)

@@ -13,10 +13,11 @@ from simpart.hardware import Device
 from simpart.pricing import Amount
 from simpart.program import Spread
 
-__all__ = ["ClassCost", "Ledger", "Priced", "class_cost", "moving", "priced_rows"]
+__all__ = ["ClassCost", "Ledger", "Priced", "class_cost", "moving", "priced_rows", "waiting_for_host"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 ANALYTIC = PROVENANCES.index("analytic")
+EXTRAPOLATED = PROVENANCES.index("extrapolated")
 
 
 class Priced(NamedTuple):
@@ -38,11 +39,16 @@ def moving(seconds: float, device: Device) -> Priced:
     return Priced(seconds, f"{device.name}: moving bytes", MOVING_LOG_SD, 0.0, ANALYTIC)
 
 
+def waiting_for_host(seconds: float, device: Device, log_sd: float) -> Priced:
+    """Time in which a device waits for launches: told from other hosts, all waits alike."""
+    return Priced(seconds, f"{device.name}: host launches", log_sd, 0.0, EXTRAPOLATED)
+
+
 class ClassCost(NamedTuple):
     """What one task of a class takes and of what that consists: amounts with their place, priced things with how often
-    they happen, and fixed time, of which `overhead_s` is what the host takes. Own errors of classes with equal `source`
-    are one error; `inside` are seconds of collectives by axis; `launches` counts kernels and collectives, where the
-    host can be what limits."""
+    they happen, and fixed time. Own errors of classes with equal `source` are one error; `inside` are seconds of
+    collectives by axis; `launches` counts kernels and collectives where the host can be what limits, `waiting` (one of
+    `priced`) is what it then adds. `overhead_s` is all that the host takes beyond the kernels."""
 
     seconds: float
     amounts: tuple[tuple[Amount, str], ...]
@@ -52,6 +58,7 @@ class ClassCost(NamedTuple):
     inside: tuple[tuple[str, float], ...]
     overhead_s: float = 0.0
     launches: float = 0.0
+    waiting: Priced | None = None
 
 
 def class_cost(
@@ -61,15 +68,17 @@ def class_cost(
     overhead_s: float = 0.0,
     inside: Iterable[tuple[str, float]] = (),
     launches: float = 0.0,
+    waiting: Priced | None = None,
 ) -> ClassCost:
-    """A ClassCost with its sum; of fixed time there is only the host's."""
-    kept, rows = tuple(amounts), tuple(priced)
+    """A ClassCost with its sum. `overhead_s` is fixed time; `waiting` comes on top of what is priced."""
+    kept, rows = tuple(amounts), (*priced, *([(waiting, 1.0)] if waiting else []))
     seconds = sum(float(amount.seconds[0]) for amount, _ in kept) + sum(row.seconds * times for row, times in rows)
     by_axis: dict[str, float] = {}
     for axis, part in inside:
         by_axis[axis] = by_axis.get(axis, 0.0) + part
     total, axes = seconds + overhead_s, tuple(by_axis.items())
-    return ClassCost(total, kept, rows, overhead_s, source, axes, overhead_s, launches)
+    overhead = overhead_s + (waiting.seconds if waiting else 0.0)
+    return ClassCost(total, kept, rows, overhead_s, source, axes, overhead, launches, waiting)
 
 
 def priced_rows(estimate: Estimate, place: str) -> list[Priced]:

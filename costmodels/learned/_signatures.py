@@ -98,7 +98,7 @@ def _product(signature: Signature, name: str) -> Question | None:
     inner, size = a.shape[-1], DTYPE_BYTES[a.dtype]
     batched = name in ("bmm", "baddbmm")
     batch = prod(shape[:-2]) if batched else 1
-    rows = shape[-2] if batched else prod(shape[:-1])
+    rows = shape[-2] if batched or len(shape) == 2 else prod(shape[:-1])
     dims = (batch, rows, shape[-1], inner, size, DTYPE_BYTES[out.dtype])
     turned = _OTHER_LAYOUT_SD if a.order is not None and a.order[-1] != len(shape) - 1 else 0.0
     if a.dtype in _HALF:
@@ -207,7 +207,9 @@ def _memory(signature: Signature, family: str, target: _Target) -> Question | No
     else:
         with_number = target.name in _WITH_NUMBER and sum(len(form.shape) > 0 for form in signature.inputs) == 1
         kind = _memory_kind(family, target.name, target.backward, half, with_number)
-    dims = (moved, max(1, prod(largest.shape[:-1])), DTYPE_BYTES[largest.dtype], kind.reduces)
+    shape = largest.shape
+    rows = shape[0] if len(shape) == 2 else max(1, prod(shape[:-1]))
+    dims = (moved, rows, DTYPE_BYTES[largest.dtype], kind.reduces)
     return Question(kind.family, dims, kind.op, 1.0, kind.prior_sd)
 
 

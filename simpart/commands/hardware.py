@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -134,9 +135,8 @@ def _print(found: Device | Cluster, as_json: bool) -> None:
     if isinstance(found, Device):
         if as_json:
             rows = _validated_rows(found.name)
-            print_document(
-                {"device": device_to_dict(found), "validated": {"kernels": rows}, "assumed": _assumed(found)}
-            )
+            document = {"device": device_to_dict(found), "validated": {"kernels": rows}, "assumed": _assumed(found)}
+            print_document({**document, "host": _host(found)})
         else:
             _show(_device_table(found))
         return
@@ -189,6 +189,9 @@ def _device_table(device: Device) -> Table:
     table.add_row(
         "kernel models", f"validated on {sum(trained.values())} rows" if trained else "never validated", words
     )
+    if device.kind == "gpu":
+        module = importlib.import_module("simpart.costmodels.learned._overheads")
+        table.add_row("host launches", "of other hosts", module.host_words(module.shipped_overheads()))
     if assumed := _assumed(device):
         table.add_row("", "", assumed)
     return table
@@ -200,6 +203,14 @@ def _assumed(device: Device) -> str:
         return ""
     words: str = importlib.import_module("simpart.costmodels.learned._sheet").assumptions(device)
     return words
+
+
+def _host(device: Device) -> dict[str, object] | None:
+    """What launching is taken to cost on a host of such a device."""
+    if device.kind != "gpu":
+        return None
+    found: Any = importlib.import_module("simpart.costmodels.learned._overheads").shipped_overheads()
+    return dataclasses.asdict(found)
 
 
 def _validated_rows(device: str) -> dict[str, int]:

@@ -107,9 +107,9 @@ class _Builder:
         last = None if self.last[s] < 0 else self._last_kind(s)
         return stage_chains(self.lowering, self.plan, self.costed, s, kinds, last, self.settings)
 
-    def _overhead_s(self, s: int, kind: str) -> float:
-        """What the host takes of an action beyond its kernels, as in the coarse grain."""
-        return self.costed.costs[4 * s + KINDS.index(kind)].overhead_s
+    def _coarse_action(self, s: int, kind: str) -> ClassCost:
+        """The action of the coarse grain, which says how long the host keeps it waiting."""
+        return self.costed.costs[4 * s + KINDS.index(kind)]
 
     def _cost(self, s: int, stage: StageChains, kind: str, action: ActionChain, item: Item) -> ClassCost:
         """What an item takes when nothing slows it down, the first with what the host takes of the action. Its own
@@ -129,7 +129,10 @@ class _Builder:
             amounts.append((action.accumulations.total(counts[each:]), device.name))
         first, last = action.ends(item)
         copies = [(moving(stage.copies_s, device), 1.0)] if kind == "F" and last else []
-        return class_cost(source, amounts, copies, self._overhead_s(s, kind) if first else 0.0)
+        if not first:
+            return class_cost(source, amounts, copies)
+        overhead_s, waiting = self.problem.costs.action_overhead_s, self._coarse_action(s, kind).waiting
+        return class_cost(source, amounts, copies, overhead_s, waiting=waiting)
 
     def _beside(self) -> Floats:
         """Part of each group's actions beside which its transfers go on, as in the coarse grain: those of a
@@ -199,7 +202,7 @@ class _Builder:
                     extra = cost.seconds * slowdown
                     cost = cost._replace(seconds=cost.seconds + extra, fixed_s=cost.fixed_s + extra)
                     name = f"{kind} of stage {s}" + ("" if ends == ALONE else f": {action.words(item)}")
-                    overhead = self._overhead_s(s, kind) if ends[0] else 0.0
+                    overhead = self._coarse_action(s, kind).overhead_s if ends[0] else 0.0
                     number = classes.add(cost, name, coarse=coarse, ends=ends, overhead_s=overhead)
                 classes.known[key] = number
             numbers.append(classes.known[key])
