@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+import numpy as np
+
 from simpart.flops import kernel_class_flops
 from simpart.ops import base_name, family_of
 from simpart.placement import AxisStrategy, Partial, Replicate, Shard
 from simpart.searchers._cost_graph import Floats, Ints
 from simpart.searchers._rhino_model import MeshModel
+from simpart.sharding._regions import wiring_of
+from simpart.sharding.mesh import calls_of
+from simpart.tdl import undescribed_reason
 
-__all__ = ["resembles"]
+__all__ = ["resembles", "whole_kernels"]
 
+MOST_NAMED = 3
+"""Kernels without strategies that an explanation names."""
 SHARE = 0.25
 """Part of the work of products from which a way to split them is named."""
 
@@ -28,7 +35,30 @@ def resembles(model: MeshModel, choice: Ints) -> str:
         words.append("weights divided among replicas (FSDP)")
     elif any(zero for _, zero in rests):
         words.append("optimizer state divided among replicas (ZeRO)")
+    whole = whole_kernels(model) if model.mesh.axes else {}
+    if whole:
+        named = [f"{kernel} ({why})" for kernel, why in list(whole.items())[:MOST_NAMED]]
+        more = f" and {len(whole) - MOST_NAMED} more" if len(whole) > MOST_NAMED else ""
+        words.append("whole: " + ", ".join(named) + more)
     return "; ".join(words) or "replicas alone"
+
+
+def whole_kernels(model: MeshModel) -> dict[str, str]:
+    """Kernels that have no strategy but to run whole on every device, with the reason: one of each class that is not
+    described, or that does the work of products. By the kernel's id."""
+    calls = calls_of(model.source, model.mesh.micro_batch)
+    flops, ids = kernel_class_flops(model.source, model.mesh.micro_batch), wiring_of(model.source).ids
+    sizes = " × ".join(f"{name} {size}" for name, size in model.mesh.axes)
+    found = {}
+    for cls, (kernel, call, choices) in enumerate(zip(model.source.kernel_classes, calls, model.choices, strict=True)):
+        if not model.wires.count[cls] or kernel.view or len(choices.splits) > 1:
+            continue
+        reason = undescribed_reason(call)
+        if reason is None and flops[cls] > 0:
+            reason = f"nothing in it divides by {sizes}"
+        if reason is not None:
+            found[ids[int(np.argmax(model.source.flat.kernel_class == cls))]] = reason
+    return found
 
 
 def _axis(model: MeshModel, choice: Ints, number: int, flops: Floats) -> list[str]:

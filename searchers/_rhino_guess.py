@@ -21,7 +21,7 @@ from simpart.memory import ALLOCATOR_FACTOR, state_table, storages_of
 from simpart.ops import family_of
 from simpart.plan import REPLICA_AXIS
 from simpart.problem import Problem
-from simpart.searchers._cost_graph import Ints
+from simpart.searchers._cost_graph import Floats, Ints
 from simpart.searchers._rhino_settings import Setting, slowest_row
 from simpart.sharding.mesh import axis_members
 from simpart.transfers import CommPrices, sharing
@@ -47,11 +47,10 @@ class Guess:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """Of one micro-batch, all stages together: seconds on one device, bytes that products by features reduce and how
-    many reduce them, bytes kept for backward."""
+    """Of one micro-batch: seconds of each call on one device; of all together bytes that products by features reduce,
+    how many reduce them, and bytes kept for backward."""
 
-    forward_s: float
-    backward_s: float
+    calls_s: Floats
     reduced_bytes: float
     products: int
     kept_bytes: float
@@ -67,6 +66,7 @@ class Guesses:
         self.limit = (smallest.memory_bytes - smallest.reserved_bytes) / ALLOCATOR_FACTOR[smallest.kind]
         self.state = state_table(problem.graph, problem.training)[:3].sum(axis=1).astype(np.float64)
         self._work: dict[tuple[int, str], _Work] = {}
+        self._longest: dict[tuple[int, str, int], float] = {}
         self._members: dict[Any, tuple[tuple[int, ...], int]] = {}
 
     def of(self, setting: Setting) -> Guess:
@@ -74,7 +74,10 @@ class Guesses:
         n, replicas, stages = setting.parts, setting.replicas, setting.stages
         work = self._work_of(setting)
         turns = setting.micro_batches + stages - 1
-        compute_s = turns * (work.forward_s + work.backward_s) / (stages * n)
+        key = (setting.micro_batch, setting.recompute, stages)
+        if key not in self._longest:
+            self._longest[key] = _longest_run(work.calls_s, stages)
+        compute_s = turns * self._longest[key] / n
         flying = min(setting.micro_batches, stages) if "1f1b" in self.problem.space.schedules else setting.micro_batches
         kept = work.kept_bytes * flying / (stages * n)
         shares = self.state / stages
@@ -136,17 +139,37 @@ class Guesses:
             prices = self.problem.prices([setting.micro_batch], self.device)[setting.micro_batch]
             op_class = graph.flat.op_class
             again = 2.0 if setting.recompute == "full" else 1.0
+            op_s = (prices.forward.seconds * again + prices.backward.seconds)[op_class]
             regions = region_numbers(graph, [np.arange(len(op_class))] if again > 1 else [])
             reduced, products = _reduced(graph, setting.micro_batch)
             kept = storages_of(graph, setting.micro_batch).bytes[stashed_values(graph, setting.micro_batch, regions)]
             self._work[key] = _Work(
-                forward_s=float(prices.forward.seconds[op_class].sum()) * again,
-                backward_s=float(prices.backward.seconds[op_class].sum()),
+                calls_s=np.bincount(graph.flat.op_call, op_s, len(graph.calls)).astype(np.float64),
                 reduced_bytes=reduced * (again + 1) / 2,
                 products=round(products * (again + 1) / 2),
                 kept_bytes=float(kept.sum()),
             )
         return self._work[key]
+
+
+def _longest_run(seconds: Floats, runs: int) -> float:
+    """The least longest time of so many runs of calls; an equal share where calls are fewer."""
+    if len(seconds) < runs:
+        return float(seconds.sum()) / runs
+    ends = np.cumsum(seconds)
+    low, high = max(float(seconds.max()), float(ends[-1]) / runs), float(ends[-1])
+    for _ in range(12):
+        middle, start = (low + high) / 2, 0.0
+        for _ in range(runs):
+            place = int(np.searchsorted(ends, start + middle * (1 + 1e-9), side="right"))
+            if place >= len(ends):
+                break
+            start = float(ends[place - 1])
+        else:
+            low = middle
+            continue
+        high = middle
+    return high
 
 
 def region_numbers(graph: Graph, stages: list[Ints]) -> Ints:

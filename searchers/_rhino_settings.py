@@ -55,7 +55,7 @@ class Setting:
 
     def slowest_group(self, cluster: Cluster) -> DeviceGroup:
         """Of the stages' devices those whose rows lie on the slowest links: meshes may straddle nodes."""
-        period = math.lcm(self.width, *(level.size for level in cluster.levels)) // self.width
+        period = math.lcm(self.width, *(lv.size for lv in cluster.levels if lv.size < cluster.size)) // self.width
 
         def widths(group: DeviceGroup) -> list[int]:
             axes = [name for name, size in reversed(group.axes) if size > 1]

@@ -42,9 +42,9 @@ RELATIVE_GAP = 0.01
 SECONDS_PER_SOLVE = 20.0
 ROUNDS = 4
 """Times that a setting is solved again with less memory after a plan that did not fit."""
-ALWAYS_SOLVED = 40
+ALWAYS_SOLVED = 24
 """Settings that are solved whatever their guess says."""
-OPTIMISM = 0.8
+OPTIMISM = 0.92
 """A later guess may be too high by this factor more than any before."""
 NEAR = 1.03
 BEST_SPLIT = 4
@@ -92,7 +92,8 @@ class _Search:
     control: Control
     pins: dict[str, tuple[Pin, ...]] = field(default_factory=dict)
     best_s: float = math.inf
-    least_ratio: float = 1.0  # of an objective to its guess
+    least_ratio: float = 1.0  # of a simulated step to its guess
+    step_of: dict[Setting, float] = field(default_factory=dict)  # simulated, of the best plan
     bounds: list[float] = field(default_factory=list)
     objective_of: dict[Setting, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(default_factory=dict)  # prices by mesh
@@ -126,10 +127,10 @@ class _Search:
                 self.bounds.append(physical_s * _stretch(setting))
                 continue
             yield from self._setting(setting, physical_s)
-            if setting in self.objective_of:
-                self.least_ratio = min(self.least_ratio, self.objective_of[setting] / guess.step_s)
+            if setting in self.step_of:
+                self.least_ratio = min(self.least_ratio, self.step_of[setting] / guess.step_s)
             control.report(done=number + 1, total=len(order))
-        ranked = sorted(self.objective_of, key=self.objective_of.__getitem__)
+        ranked = sorted(self.step_of, key=self.step_of.__getitem__)
         tried: set[Setting] = set()
         for setting in ranked[:BEST_SPLIT]:
             for other in split_axes(problem, setting):
@@ -141,9 +142,10 @@ class _Search:
 
     def _hopeless(self, guess: Guess) -> bool:
         """Whether a guess is behind the best found even if it is too high by more than any was that was checked."""
-        if not math.isfinite(self.best_s):
+        if self.control.incumbent is None:
             return False
-        return guess.over > 0 or guess.step_s * self.least_ratio * OPTIMISM >= self.best_s
+        best_s = self.control.incumbent.evaluation.step_s
+        return guess.over > 0 or guess.step_s * self.least_ratio * OPTIMISM >= best_s
 
     # --- one setting --------------------------------------------------------------------------------------------------
     def _setting(self, setting: Setting, physical_s: float) -> Iterator[Proposal]:
@@ -199,6 +201,8 @@ class _Search:
                 if evaluated.evaluation.feasible:
                     fits = True
                     self.best_s = min(self.best_s, objective_s)
+                    step_s = evaluated.evaluation.step_s
+                    self.step_of[setting] = min(step_s, self.step_of.get(setting, math.inf))
                     known = self.objective_of.get(setting, math.inf)
                     self.objective_of[setting] = min(known, objective_s)
                 else:

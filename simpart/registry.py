@@ -16,6 +16,7 @@ __all__ = ["SEARCHERS", "default_costs", "folder", "load_searcher", "local_profi
 
 SEARCHERS = {
     "alpa": "simpart.searchers.alpa:Alpa",
+    "alpa_ilp": "simpart.searchers.alpa_ilp:AlpaIlp",
     "annealing": "simpart.searchers.annealing:Annealing",
     "dapple": "simpart.searchers.dapple:DappleSearcher",
     "equal_flops": "simpart.searchers.equal:equal_flops",
