@@ -174,9 +174,11 @@ class ChainProblem:
             choices = dict(sorted(choices.items(), key=lambda item: item[0].replicas))
         return self._costs(shape, schedule, choices) if choices else None
 
-    def costs_of(self, shape: PipelineShape, schedule: str, stages: Sequence[tuple[int, ...]]) -> StageCosts:
+    def costs_of(
+        self, shape: PipelineShape, schedule: str, stages: Sequence[tuple[int, ...]], *, reduced: bool = False
+    ) -> StageCosts:
         """Those of stages on these devices of all pipelines, which must be able to share the samples; without
-        transfers and gradient all-reduces. Choice k is `stages[k]`."""
+        transfers, with gradient all-reduces only if `reduced`. Choice k is `stages[k]`."""
         here: tuple[tuple[int, ...], int] = (0,), 1
         choices: dict[_Choice, list[int]] = {}
         for number, ranks in enumerate(stages):
@@ -185,7 +187,7 @@ class ChainProblem:
             choice = _Choice(
                 replicas=len(ranks) // shape.pipelines,
                 parts=tuple(sorted(set(zip(map(self.kind_of, ranks), taken, strict=True)))),
-                reduced=(number,),
+                reduced=ranks if reduced else (number,),
                 entering=here,
                 leaving=here,
             )
@@ -429,6 +431,12 @@ class ChainProblem:
         for k, left in enumerate(choices.values()):
             places[k, left] = True
         return places
+
+    def passing_s(self, micro_batch: int, ranks: tuple[int, int], concurrent: int) -> tuple[Floats, Floats]:
+        """[i, j] seconds of what enters and of what leaves every run, from one rank to another, when so many messages
+        share a link."""
+        entering, leaving = self._transfers(micro_batch)
+        return self._curve("p2p", ranks, concurrent, entering), self._curve("p2p", ranks, concurrent, leaving)
 
     def entering_s(self, micro_batch: int, ranks: tuple[int, int]) -> Floats:
         """[i] seconds to bring what blocks from i on need of those before it from one rank to another."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from simpart.searchers._chain_plans import (
 )
 from simpart.searchers._downsets import closed_sets, members, nested
 from simpart.searchers._inputs import costs_array
+from simpart.searchers._nested import Machines, least_nested, machines_of, nested_costs
 from simpart.searchers._profiles import Edges, PipeDreamNode, find_profile, read_pipedream
 from simpart.searching import Candidate, Control
 
@@ -283,8 +284,9 @@ class _Solver:
 class PipeDream:
     """PipeDream's objective, M × the slowest stage or transfer, on simpart's prices, for every number of stages.
 
-    The plans run synchronously, so weights are not stashed; memory is simpart's. Objectives of a pipeline that never
-    drains prefer many stages; the simulation corrects that.
+    On machines of equal devices also pipelines within pipelines: what PipeDream's two levels of links allow. The plans
+    run synchronously, so weights are not stashed; memory is simpart's. Objectives of a pipeline that never drains
+    prefer many stages; the simulation corrects that.
     """
 
     name: str = "pipedream"
@@ -293,14 +295,42 @@ class PipeDream:
 
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
         """The best plans of every number of stages; a reason where none fits."""
+        machines = machines_of(problem.cluster)
 
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
+            if machines is not None and case.shape.nodes == machines.count:
+                return _nested_answers(case, machines, most)
             compute_s, transfer_s = both_ways_s(case.costs)
             slowest_s, fits = np.maximum(compute_s, transfer_s), fitting(case.costs)
             return slowest_answers(problem, case, lambda later: np.where(fits(later), slowest_s, np.inf), most)
 
         groups = chain_cases(problem, control, most_blocks=self.most_blocks)
-        return propose_answers(problem, control, groups, answers)
+        return propose_answers(problem, control, (_with_nested(group, machines) for group in groups), answers)
+
+
+def _with_nested(cases: list[ChainCase], machines: Machines | None) -> list[ChainCase]:
+    """The cases and, right after each single pipeline on all devices, that of pipelines within pipelines."""
+    if machines is None:
+        return cases
+    found = []
+    for case in cases:
+        found.append(case)
+        if case.shape.pipelines == 1 and case.shape.devices == machines.count * machines.devices:
+            found.append(replace(case, shape=replace(case.shape, nodes=machines.count)))
+    return found
+
+
+def _nested_answers(case: ChainCase, machines: Machines, most: int) -> Answers:
+    costs = nested_costs(case.chain, case.shape, case.schedule, machines, fitting)
+    if costs is None:
+        return {}
+    count = case.shape.micro_batches
+    return {
+        stages: None
+        if best is None
+        else Answer(stages=best.stages, objective_s=best.value * count, devices=best.devices)
+        for stages, best in least_nested(costs, machines, most).items()
+    }
 
 
 def slowest_answers(
