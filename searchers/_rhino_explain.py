@@ -8,7 +8,7 @@ import numpy as np
 
 from simpart.flops import kernel_class_flops
 from simpart.ops import base_name, family_of
-from simpart.placement import AxisStrategy, Partial, Replicate, Shard
+from simpart.placement import AxisStrategy, Halo, Partial, Replicate, Shard
 from simpart.searchers._cost_graph import Floats, Ints
 from simpart.searchers._rhino_model import MeshModel
 from simpart.sharding._regions import wiring_of
@@ -44,14 +44,14 @@ def resembles(model: MeshModel, choice: Ints) -> str:
 
 
 def whole_kernels(model: MeshModel) -> dict[str, str]:
-    """Kernels that have no strategy but to run whole on every device, with the reason: one of each class that is not
-    described, or that does the work of products. By the kernel's id."""
+    """Kernels of which no strategy divides a tensor, with the reason: one of each class that is not described, or that
+    does the work of products. By the kernel's id."""
     calls = calls_of(model.source, model.mesh.micro_batch)
     flops, ids = kernel_class_flops(model.source, model.mesh.micro_batch), wiring_of(model.source).ids
     sizes = " × ".join(f"{name} {size}" for name, size in model.mesh.axes)
     found = {}
     for cls, (kernel, call, choices) in enumerate(zip(model.source.kernel_classes, calls, model.choices, strict=True)):
-        if not model.wires.count[cls] or kernel.view or len(choices.splits) > 1:
+        if not model.wires.count[cls] or kernel.view or any(_divides(split) for o in choices.splits for split in o):
             continue
         reason = undescribed_reason(call)
         if reason is None and flops[cls] > 0:
@@ -59,6 +59,10 @@ def whole_kernels(model: MeshModel) -> dict[str, str]:
         if reason is not None:
             found[ids[int(np.argmax(model.source.flat.kernel_class == cls))]] = reason
     return found
+
+
+def _divides(split: AxisStrategy) -> bool:
+    return any(isinstance(p, Shard | Halo) for p in (*split.inputs, *split.outputs))
 
 
 def _axis(model: MeshModel, choice: Ints, number: int, flops: Floats) -> list[str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -69,6 +70,11 @@ class AlpaIlp:
         if len(problem.cluster.kinds) > 1 or problem.mode != "eager":
             yield Candidate(plan=None, family="all", why="alpa_ilp takes devices of one kind in eager mode; try alpa")
             return
+        least, devices = problem.space.min_stages, problem.cluster.size
+        if least > devices:
+            why = f"at least {least} stages were asked for, with {devices} devices; lower it"
+            yield Candidate(plan=None, family="all", why=why)
+            return
         batch = problem.global_batch
         sizes = [b for b in range(1, batch + 1) if batch % b == 0]
         counts = [b for b in sizes if batch // b <= (problem.space.max_micro_batches or batch)]
@@ -87,6 +93,7 @@ class _Work:
     control: Control
     most_blocks: int
     bound_s: float = math.inf
+    known: dict[tuple[int, int, int], Any] = field(default_factory=dict)  # prices by mesh
     prices: CommPrices = field(init=False)
 
     def __post_init__(self) -> None:
@@ -157,9 +164,12 @@ class _Work:
         )  # fmt: skip
         flying = min(micro_batches, problem.cluster.size // size)
         load = StageLoad(name="all stages", ops=np.flatnonzero(block_of >= 0), in_flight=flying, limit_bytes=limit)
+        regions = region_numbers(graph, ops if recompute else [])
+        key = (micro_batch, replicas, parts)
         model = MeshModel(
-            problem, mesh, [load], region_numbers(graph, ops if recompute else []), communication=self.prices
-        )
+            problem, mesh, [load], regions, communication=self.prices, known=self.known.get(key)
+        )  # fmt: skip
+        self.known[key] = model.known
         solution = minimise(model.graph, relative_gap=0.01, seconds=SECONDS_PER_SOLVE)
         if solution.choice is None:
             return None

@@ -97,6 +97,7 @@ class _Search:
     bounds: list[float] = field(default_factory=list)
     objective_of: dict[Setting, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(default_factory=dict)  # prices by mesh
+    refused: UserError | None = None
     prices: CommPrices = field(init=False)
 
     def __post_init__(self) -> None:
@@ -137,6 +138,8 @@ class _Search:
                 if other not in tried:
                     tried.add(other)
                     yield from self._setting(other, physical_s)
+        if self.refused is not None and control.incumbent is None:
+            raise self.refused
         if self.bounds:
             control.report(done=len(order), total=len(order), bound=min(self.bounds))
 
@@ -163,7 +166,15 @@ class _Search:
             return
         spare = 0.0
         for _ in range(ROUNDS):
-            model = self._model(setting, stage_of, spare)
+            try:
+                model = self._model(setting, stage_of, spare)
+            except UnknownNameError:
+                raise
+            except UserError as error:  # pins that this mesh or this micro-batch cannot keep
+                self.refused = self.refused or error
+                self.bounds.append(math.inf)
+                yield Candidate(plan=None, family=setting.family, why=str(error))
+                return
             if model.without_strategy:
                 self.bounds.append(math.inf)
                 why = f"no strategy of {model.without_strategy} is as pinned"

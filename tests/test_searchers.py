@@ -51,7 +51,7 @@ def problem_of(graph: Graph, devices: int, global_batch: int, space: Space = Spa
 
 NAMES = sorted(SEARCHERS)
 VARIED = [
-    pytest.param(name, marks=pytest.mark.slow) if name.startswith(("rhino_", "tofu_")) else name for name in NAMES
+    pytest.param(name, marks=pytest.mark.slow) if name.startswith(("alpa_ilp", "rhino_", "tofu_")) else name for name in NAMES
 ]  # levels and baselines of one searcher: the fast tests have them on one problem
 ONE_STAGE = {name for name in SEARCHERS if name.startswith("tofu")}  # make no pipelines
 SPACES: dict[str, Space] = {
