@@ -7,6 +7,7 @@ equal. Then only the devices differ that take part in a collective.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -19,7 +20,8 @@ from simpart.memory import StageActivations, activations_of, state_table
 from simpart.placement import Sharding, Strategy
 from simpart.plan import DeviceGroup, Plan
 from simpart.pricing import Amount
-from simpart.sharded import Sent, StageShares, kernel_value, local_elements
+from simpart.repeated import Grown, Repeats
+from simpart.sharded import Sent, StageShare, StageShares, kernel_value, local_elements
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import axis_members, calls_of, mesh_of, use_of
 from simpart.sizes import DTYPE_BYTES
@@ -60,6 +62,10 @@ class Alike:
     strategies: dict[tuple[str, int], tuple[dict[int, Strategy], dict[int, Strategy]]] = field(default_factory=dict)
     parts: dict[tuple[Any, ...], float] = field(default_factory=dict)
     makers: dict[tuple[str, int], int] = field(default_factory=dict)
+    repeats: Repeats = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.repeats = Repeats(self.shares)
 
     def of(self, plan: Plan, layout: Layout, s: int, variant: Variant) -> Totals:
         """Of stage s on a replica of this micro-batch and kind of device."""
@@ -122,21 +128,21 @@ class Alike:
         key: tuple[Any, ...] = ()
         if self._whole(plan):
             axes = self.layouts.numbers.of(plan.groups[plan.stages[s].group].axes)
+            sharding = dict(plan.shardings).get(plan.stages[s].sharding or "", Sharding())
+            run = None if sharding.overrides else self.repeats.run(plan, graph, ops, regions)
+            if run is not None:
+                key = (*run.key, run.count, b, device.name, axes, *split)
+                if key not in self.known:
+                    group = plan.groups[plan.stages[s].group]
+                    grown = self.repeats.of(plan, graph, run, sharding, b, device, group, regions)
+                    self.known[key] = _totals(graph, ops, b, regions, grown)
+                return self.known[key]
             structure = self.layouts.structure(plan, layout, s, b)
             key = (structure, self._border(plan, layout, s, b), b, device.name, axes, *split)
             if key in self.known:
                 return self.known[key]
         share = self.shares.of(plan, graph, s, b, device, regions)
-        held = activations_of(graph, ops, b, regions, share.value_bytes)
-        kept, largest = 0 if regions else share.kept_bytes, share.largest_bytes
-        held = StageActivations(
-            stash=held.stash + kept, kept=held.kept + kept,
-            forward_transient=held.forward_transient + largest, backward_transient=held.backward_transient + largest,
-            input_transient=held.input_transient + largest, weight_transient=held.weight_transient + largest,
-        )  # fmt: skip
-        totals = Totals(
-            share.forward, share.backward, share.inputs, share.weights, share.again, share.sent, share.sent_again, held
-        )
+        totals = _totals(graph, ops, b, regions, share)
         if key:
             self.known[key] = totals
         return totals
@@ -218,3 +224,16 @@ class Alike:
             ranks = ranks[:2] if x.collective.kind == "p2p" else ranks
             moved.append(x._replace(collective=replace(x.collective, ranks=ranks, concurrent=concurrent)))
         return tuple(moved)
+
+
+def _totals(graph: Graph, ops: Ints, b: int, regions: Sequence[Ints], share: StageShare | Grown) -> Totals:
+    held = activations_of(graph, ops, b, regions, share.value_bytes)
+    kept, largest = 0 if regions else share.kept_bytes, share.largest_bytes
+    held = StageActivations(
+        stash=held.stash + kept, kept=held.kept + kept,
+        forward_transient=held.forward_transient + largest, backward_transient=held.backward_transient + largest,
+        input_transient=held.input_transient + largest, weight_transient=held.weight_transient + largest,
+    )  # fmt: skip
+    return Totals(
+        share.forward, share.backward, share.inputs, share.weights, share.again, share.sent, share.sent_again, held
+    )

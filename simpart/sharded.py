@@ -51,6 +51,7 @@ __all__ = [
     "local_parts",
     "local_share",
     "local_state",
+    "only_at",
     "price_kernels",
     "sent_by",
 ]  # fmt: skip
@@ -259,7 +260,7 @@ class StageShares:
         if regions:
             inside = np.isin(graph.flat.kernel_op, np.concatenate(regions)) & forward
             again = prices.total(inside[prices.kernels].astype(np.float64))
-            sent_again = tuple(sent_by(_only(found, inside), group, cluster))
+            sent_again = tuple(sent_by(only_at(found, inside), group, cluster))
         kept, largest = converted_bytes(found)
         if id(found) not in self.sizes:
             self.sizes[id(found)] = (found, local_bytes(graph, found))
@@ -275,7 +276,7 @@ KEPT_FLOWS = 1024
 """Flows of stages kept at once; that of a hundred layers takes some megabytes."""
 
 
-def _only(found: Flow, inside: npt.NDArray[np.bool_]) -> Flow:
+def only_at(found: Flow, inside: npt.NDArray[np.bool_]) -> Flow:
     """The part of a flow that happens at these kernels, per micro-batch and in forward."""
     conversions = []
     for conversion in found.conversions:

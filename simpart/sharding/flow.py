@@ -25,7 +25,7 @@ from simpart.sharding._state import StateOf, state_conversions
 from simpart.sharding.mesh import Axes, Layout, Use, calls_of, layout_text, mesh_of, use_of
 from simpart.sizes import DTYPE_BYTES
 
-__all__ = ["Conversion", "Exchanged", "Flow", "flow", "flows"]
+__all__ = ["Conversion", "Exchanged", "Flow", "flow", "flow_between", "flows"]
 
 Role = Literal["value", "boundary", "parameter", "gradient", "update"]
 NONE = Strategy(())
@@ -149,6 +149,15 @@ def flows(
         sharding = shardings[stage.sharding] if stage.sharding is not None else Sharding()
         stages.append(_Stage(graph, sharding, mesh_of(plan.groups[stage.group].axes), size, plan.state))
     return _follow(graph, stages, [ops.tolist() for ops in partition_of(graph, plan).ops], only)
+
+
+def flow_between(
+    graph: Graph, sharding: Sharding, axes: Axes, micro_batch: int, state: tuple[tuple[str, StatePlacement], ...],
+    parts: Sequence[list[int]], which: int,
+) -> Flow:  # fmt: skip
+    """The flow of one of several stages that hold these ops, all split alike on equal meshes."""
+    other, mine = (_Stage(graph, sharding, axes, micro_batch, state) for _ in range(2))
+    return _follow(graph, [mine if s == which else other for s in range(len(parts))], list(parts), [which])[0]
 
 
 # --- one stage -------------------------------------------------------------------------------------------------------
