@@ -29,7 +29,7 @@ Bools = npt.NDArray[np.bool_]
 class Machines(NamedTuple):
     """Equal machines of equal devices."""
 
-    count: int
+    number: int
     devices: int
 
 
@@ -70,7 +70,7 @@ def nested_costs(
     """Costs on a cluster of such machines; None where no stage can share the samples."""
     cluster, wide = chain.problem.cluster, machines.devices
     choices, stages, sizes = [], [], []
-    for m in range(1, machines.count + 1):
+    for m in range(1, machines.number + 1):
         for r in range(1, wide + 1):
             ranks = tuple(h * wide + d for h in range(m) for d in range(r))
             taken = chain.shares(shape, ranks)
@@ -124,7 +124,7 @@ def least_nested(costs: NestedCosts, machines: Machines, most_stages: int) -> di
     done = np.full(n + 1, np.inf)
     done[n] = -np.inf
     tables: list[dict[tuple[int, int, int], Floats]] = [{(0, 0, 0): done}]
-    start, found = (machines.count, 0, 0), dict[int, NestedPlan | None]()
+    start, found = (machines.number, 0, 0), dict[int, NestedPlan | None]()
     for count in range(1, most_stages + 1):
         seconds = {
             (e, f): costs.stage_s(count - 1, e, f) for e in (False, True) for f in (False, True)
@@ -149,7 +149,7 @@ def _steps(costs: NestedCosts, machines: Machines) -> dict[tuple[int, int, int],
     """What can be done first in every situation."""
     found: dict[tuple[int, int, int], list[_Step]] = {}
     for k, (r, m) in enumerate(costs.choices):
-        for left in range(machines.count - m + 1):
+        for left in range(machines.number - m + 1):
             for q in range(r, machines.devices + 1):
                 whole = q == machines.devices
                 state = (left + m, 0, 0) if whole else (left, m, q)
@@ -167,12 +167,12 @@ def _trace(
     value: float,
 ) -> NestedPlan:
     """The first stages, by choice then end, that keep the table's value."""
-    state, block = (machines.count, 0, 0), 0
+    state, block = (machines.number, 0, 0), 0
     stages, devices = [], []
     for left in range(count, 0, -1):
         step, end = _first(costs, steps[state], tables[left - 1], left, block, float(tables[left][state][block]))
         r, m = costs.choices[step.k]
-        first = (machines.count - step.after[0] - m) * machines.devices
+        first = (machines.number - step.after[0] - m) * machines.devices
         offset = machines.devices - r - step.after[2]
         stages.append(ChainStage(start=block, end=end, replicas=r * m))
         devices.append(tuple(first + h * machines.devices + offset + d for h in range(m) for d in range(r)))

@@ -298,7 +298,7 @@ class PipeDream:
         machines = machines_of(problem.cluster)
 
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
-            if machines is not None and case.shape.nodes == machines.count:
+            if machines is not None and case.shape.nodes == machines.number:
                 return _nested_answers(case, machines, most)
             compute_s, transfer_s = both_ways_s(case.costs)
             slowest_s, fits = np.maximum(compute_s, transfer_s), fitting(case.costs)
@@ -315,8 +315,8 @@ def _with_nested(cases: list[ChainCase], machines: Machines | None) -> list[Chai
     found = []
     for case in cases:
         found.append(case)
-        if case.shape.pipelines == 1 and case.shape.devices == machines.count * machines.devices:
-            found.append(replace(case, shape=replace(case.shape, nodes=machines.count)))
+        if case.shape.pipelines == 1 and case.shape.devices == machines.number * machines.devices:
+            found.append(replace(case, shape=replace(case.shape, nodes=machines.number)))
     return found
 
 

@@ -113,6 +113,56 @@ def test_least_latency_is_that_of_enumeration_on_a_thousand_instances() -> None:
         agrees(seed)
 
 
+def enumerated_on_kinds(
+    costs: DappleCosts, machines: tuple[int, ...], kinds: tuple[int, ...], count: int, micro_batches: int
+) -> float:
+    """The same where what a stage takes depends on how many devices of each kind it has."""
+    profiles, best = costs.profiles or (), math.inf
+
+    def grow(start: int, used: list[int], last: tuple[int, ...] | None, left: int, blocks: list[float]) -> None:
+        nonlocal best
+        if left == 0:
+            if start == costs.blocks and used == list(machines):
+                best = min(best, sum(blocks) + (micro_batches - 1) * max(blocks))
+            return
+        taken = {p for r in range(1, sum(machines) + 1) for p in placements(used, machines, r, last, kinds=kinds)}
+        for each in taken:
+            own = tuple(sum(c for c, kind in zip(each, kinds, strict=True) if kind == x) for x in sorted(set(kinds)))
+            if own not in profiles:
+                continue
+            k = profiles.index(own)
+            for end in range(start + 1, costs.blocks + 1):
+                if costs.later[start, end, k] >= left - 1:
+                    more = [float(costs.time_s[start, end, k])]
+                    if last is not None:
+                        both = [m for m in range(len(machines)) if each[m] or last[m]]
+                        more.append(float((costs.inside_s if len(both) == 1 else costs.across_s)[start, k]))
+                    grow(end, [a + b for a, b in zip(used, each, strict=True)], each, left - 1, blocks + more)
+
+    grow(0, [0] * len(machines), None, count, [])
+    return best
+
+
+@pytest.mark.parametrize(
+    ("machines", "kinds"), [((2, 1), (0, 1)), ((2, 2), (0, 1)), ((1, 1, 1), (0, 1, 0)), ((1, 2, 1), (0, 0, 1))]
+)
+def test_least_latency_on_two_kinds_is_that_of_enumeration(machines: tuple[int, ...], kinds: tuple[int, ...]) -> None:
+    sizes = [sum(c for c, kind in zip(machines, kinds, strict=True) if kind == x) for x in (0, 1)]
+    every = sorted(itertools.product(*(range(size + 1) for size in sizes)), key=lambda p: (sum(p), p))[1:]
+    feasible = 0
+    for seed in range(12):
+        rng = np.random.default_rng(30_000 + seed)
+        profiles = tuple(p for p in every if rng.random() < 0.8) or tuple(every[:1])
+        n, micro_batches = int(rng.integers(1, 5)), int(rng.integers(1, 9))
+        costs = replace(costs_of(seed, n, tuple(sum(p) for p in profiles)), kinds=kinds, profiles=profiles)
+        search = Dapple(costs, machines, micro_batches)
+        for count in range(1, min(n, sum(machines)) + 1):
+            plan, expected = search.best(count), enumerated_on_kinds(costs, machines, kinds, count, micro_batches)
+            assert (math.inf if plan is None else plan.latency_s) == pytest.approx(expected, rel=1e-12)
+            feasible += plan is not None
+    assert feasible > 5
+
+
 def test_stages_may_be_placed_whole_partly_or_spread() -> None:
     assert placements([2, 0, 0], [4, 4, 4], 4) == [(0, 4, 0), (2, 2, 0), (2, 1, 1)]
     assert placements([4, 4], [4, 4], 1) == []

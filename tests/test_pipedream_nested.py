@@ -66,7 +66,7 @@ def enumerated(costs: NestedCosts, machines: Machines, count: int) -> float:
                         best = min(best, max(float(seconds[block, end]), rest))
         return best
 
-    return least(0, machines.count, 0, 0, count)
+    return least(0, machines.number, 0, 0, count)
 
 
 @pytest.mark.parametrize(("machines", "devices"), [(2, 2), (3, 2), (2, 3)])
