@@ -7,13 +7,15 @@ finished outer work is found again by a search with the same searcher, seed and 
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import hashlib
 import json
 import math
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -82,19 +84,29 @@ class SearchLog:
             raise UserError(f"cannot write the log {path}: it is no plain file; give another place")
         digest = problem_digest(problem)
         try:
-            raw = path.read_bytes() if path.exists() else b""
-            end = raw.rfind(b"\n") + 1
-            self._read(path, raw[:end], digest)
-            if not end and raw and not f'{{"kind":"{KIND}"'.encode().startswith(raw[: len(KIND)]):
-                raise FormatError(f"{path}: not a search log; give another file to --log")
-            self._file = path.open("r+b" if path.exists() else "xb")
-            self._file.truncate(end)
-            self._file.seek(end)
+            self._file = path.open("r+b" if path.exists() else "x+b")
+            try:
+                end = self._begin(path, digest)
+            except BaseException:
+                self._file.close()
+                raise
         except OSError as error:
             raise UserError(f"cannot write the log {path}: {error.strerror}; give another place") from error
         self._synced = time.monotonic()
         if not end:
             self._append({"kind": KIND, "version": VERSION, "problem": digest})
+
+    def _begin(self, path: Path, digest: str) -> int:
+        """Read what is there, through the file that is locked; the bytes kept."""
+        _lock(self._file, path)
+        raw = self._file.read()
+        end = raw.rfind(b"\n") + 1
+        self._read(path, raw[:end], digest)
+        if not end and raw and not f'{{"kind":"{KIND}"'.encode().startswith(raw[: len(KIND)]):
+            raise FormatError(f"{path}: not a search log; give another file to --log")
+        self._file.truncate(end)
+        self._file.seek(end)
+        return end
 
     def _read(self, path: Path, raw: bytes, digest: str) -> None:
         for number, line in enumerate(raw.splitlines(), 1):
@@ -109,12 +121,7 @@ class SearchLog:
                         self.finished[row["done"]] = row["value"]
                 else:
                     if row["candidate"] is not None:
-                        self.known[row["candidate"]] = Evaluation(
-                            step_s=math.inf if row["step_s"] is None else float(row["step_s"]),
-                            peak_bytes=int(row["peak_bytes"]),
-                            feasible=bool(row["feasible"]),
-                            why_infeasible=str(row["why"]),
-                        )
+                        self.known[row["candidate"]] = _evaluation(row)
                     if row["run"] == self.run:
                         self._written.add((row["family"], row["candidate"] or row["why"]))
             except (ValueError, TypeError, KeyError) as error:
@@ -162,6 +169,27 @@ class SearchLog:
     def close(self) -> None:
         os.fsync(self._file.fileno())
         self._file.close()
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    """One search at a time writes a log; a killed one lets go of it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"another search is writing the log {path}; wait for it or give another file to --log"
+        ) from None
+
+
+def _evaluation(row: Mapping[str, Any]) -> Evaluation:
+    """Raises ValueError where no simulation can have said so."""
+    step_s = math.inf if row["step_s"] is None else float(row["step_s"])
+    peak_bytes = int(row["peak_bytes"])
+    if not step_s >= 0 or peak_bytes < 0:
+        raise ValueError(step_s)
+    return Evaluation(
+        step_s=step_s, peak_bytes=peak_bytes, feasible=bool(row["feasible"]), why_infeasible=str(row["why"])
+    )
 
 
 def _digest_of_space(problem: Problem) -> str:

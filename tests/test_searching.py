@@ -185,6 +185,34 @@ def test_a_log_that_is_something_else_is_refused(gpt: Graph, tmp_path: Path) -> 
     assert log.read_text() == "dear diary\n"
 
 
+@pytest.mark.parametrize(("key", "value"), [("step_s", math.nan), ("step_s", -1.0), ("peak_bytes", -1)])
+def test_a_log_with_what_no_simulation_says_is_refused(gpt: Graph, tmp_path: Path, key: str, value: float) -> None:
+    log, problem = tmp_path / "log", problem_on(gpt, "local:2")
+    search(problem, Random(), Budget(candidates=3), log=log)
+    head, first, *others = log.read_text().splitlines()
+    written = "\n".join([head, json.dumps({**json.loads(first), key: value}), *others, ""])
+    log.write_text(written)
+    with pytest.raises(UserError, match="line 2: not a search log"):
+        search(problem, Random(), Budget(candidates=3), log=log)
+    assert log.read_text() == written
+
+
+def test_a_log_is_written_by_one_search_at_a_time(gpt: Graph, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = (
+        "import fcntl, sys; f = open(sys.argv[1], 'ab'); fcntl.lockf(f, fcntl.LOCK_EX); print(1, flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, str(log)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout is not None and other.stdout.readline() == "1\n"
+        with pytest.raises(UserError, match="another search is writing the log"):
+            search(problem_on(gpt, "local:2"), Random(), Budget(candidates=3), log=log)
+        other.communicate("\n")
+    search(problem_on(gpt, "local:2"), Random(), Budget(candidates=3), log=log)
+    assert log.read_text().startswith('{"kind":"simpart search log"')
+
+
 def every_cut(problem: Problem, stages: int) -> Iterator[Plan]:
     """All prefix cuts of the op order and all splits of the devices; one schedule, all micro-batch counts."""
     graph = problem.graph
