@@ -453,8 +453,8 @@ class MeshModel:
         for i, j, _ in self.graph.edges:
             if not shares[j].any():
                 shares[j] = shares[i]
-        total = shares.sum(axis=1, keepdims=True)
-        return np.divide(shares, total, out=np.zeros_like(shares), where=total > 0)
+        total: Floats = shares.sum(axis=1, keepdims=True)
+        return shares / np.where(total > 0, total, 1.0)
 
     def rest_layouts(self, choice: Ints) -> dict[Maker, tuple[Layout, int]]:
         """Layout on the sharding axes and ZeRO level of every parameter."""

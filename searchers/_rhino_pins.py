@@ -58,9 +58,9 @@ def pins_on(graph: Graph, micro_batch: int, axes: Axes, pins: Mapping[str, Seque
                     split.strategy.inputs[position] for split in along_axis(graph, micro_batch, size)[cls]
                 )
                 if place not in offered:
-                    kernel = ids[int(np.flatnonzero(graph.flat.kernel_class == cls)[0])]
+                    reader = ids[int(np.argmax(graph.flat.kernel_class == cls))]
                     raise UserError(
-                        f"kernel {kernel} cannot read input {wires.sources[maker][0].name} as {place} on "
+                        f"kernel {reader} cannot read input {wires.sources[maker][0].name} as {place} on "
                         f"{name}={size}; it can read it as {', '.join(map(str, offered))}"
                     )
                 allowed.setdefault((cls, name), {})["input", position] = place

@@ -35,7 +35,7 @@ __all__ = ["AlpaIlp"]
 
 AXIS = "x"
 MOST_SAMPLES = 5
-"""Sizes of a micro-batch, over all replicas of a stage, that are looked at: powers of two."""
+"""Sizes of a micro-batch, over all replicas of a stage, that are looked at: powers of two, spread over all."""
 SECONDS_PER_SOLVE = 20.0
 
 
@@ -80,7 +80,8 @@ class AlpaIlp:
         counts = [b for b in sizes if batch // b <= (problem.space.max_micro_batches or batch)]
         chosen = [b for b in counts if b & (b - 1) == 0] or counts
         work = _Work(problem, control, self.most_blocks)
-        for samples in chosen[:MOST_SAMPLES]:
+        places = np.linspace(0, len(chosen) - 1, min(MOST_SAMPLES, len(chosen))).round().astype(int)
+        for samples in (chosen[place] for place in reversed(np.unique(places))):
             for recompute in problem.space.recompute:
                 control.check()
                 yield from work.candidates(samples, recompute == "full")

@@ -98,6 +98,7 @@ class _Search:
     objective_of: dict[Setting, float] = field(default_factory=dict)
     known: dict[Any, Any] = field(default_factory=dict)  # prices by mesh
     refused: UserError | None = None
+    modelled: bool = False  # some setting can keep each pin
     prices: CommPrices = field(init=False)
 
     def __post_init__(self) -> None:
@@ -138,7 +139,7 @@ class _Search:
                 if other not in tried:
                     tried.add(other)
                     yield from self._setting(other, physical_s)
-        if self.refused is not None and control.incumbent is None:
+        if self.refused is not None and not self.modelled:
             raise self.refused
         if self.bounds:
             control.report(done=len(order), total=len(order), bound=min(self.bounds))
@@ -175,6 +176,7 @@ class _Search:
                 self.bounds.append(math.inf)
                 yield Candidate(plan=None, family=setting.family, why=str(error))
                 return
+            self.modelled = True
             if model.without_strategy:
                 self.bounds.append(math.inf)
                 why = f"no strategy of {model.without_strategy} is as pinned"
