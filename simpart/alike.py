@@ -18,7 +18,7 @@ from simpart.graph import Graph
 from simpart.layout import Layout, Layouts, Variant
 from simpart.memory import StageActivations, activations_of, state_table
 from simpart.placement import Sharding, Strategy
-from simpart.plan import DeviceGroup, Plan
+from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan
 from simpart.pricing import Amount
 from simpart.repeated import Grown, Repeats
 from simpart.sharded import Sent, StageShare, StageShares, kernel_value, local_elements
@@ -127,14 +127,14 @@ class Alike:
         graph, ops, regions = self.layouts.stage(plan, layout, s, b)
         key: tuple[Any, ...] = ()
         if self._whole(plan):
-            axes = self.layouts.numbers.of(plan.groups[plan.stages[s].group].axes)
+            axes = self.layouts.numbers.of(_split_axes(plan, plan.groups[plan.stages[s].group]))
             sharding = dict(plan.shardings).get(plan.stages[s].sharding or "", Sharding())
             run = None if sharding.overrides else self.repeats.run(plan, graph, ops, regions)
             if run is not None:
                 key = (*run.key, run.count, b, device.name, axes, *split)
                 if key not in self.known:
                     group = plan.groups[plan.stages[s].group]
-                    grown = self.repeats.of(plan, graph, run, sharding, b, device, group, regions)
+                    grown = self.repeats.of(plan, graph, run, sharding, b, device, group, axes, regions)
                     self.known[key] = _totals(graph, ops, b, regions, grown)
                 return self.known[key]
             structure = self.layouts.structure(plan, layout, s, b)
@@ -224,6 +224,14 @@ class Alike:
             ranks = ranks[:2] if x.collective.kind == "p2p" else ranks
             moved.append(x._replace(collective=replace(x.collective, ranks=ranks, concurrent=concurrent)))
         return tuple(moved)
+
+
+def _split_axes(plan: Plan, group: DeviceGroup) -> tuple[tuple[str, int], ...]:
+    """Axes that decide what a device does: of how many replicas there are, only whether there are several, unless state
+    is split among them."""
+    if plan.state:
+        return group.axes
+    return tuple((name, min(size, 2) if name == REPLICA_AXIS else size) for name, size in group.axes)
 
 
 def _totals(graph: Graph, ops: Ints, b: int, regions: Sequence[Ints], share: StageShare | Grown) -> Totals:

@@ -25,7 +25,7 @@ from simpart.placement import Sharding
 from simpart.plan import DeviceGroup, Plan
 from simpart.pricing import Amount
 from simpart.sharded import Sent, StageShares, converted_bytes, local_bytes, only_at, sent_by
-from simpart.sharding.flow import flow_between
+from simpart.sharding.flow import Flow, flow_between
 from simpart.sharding.mesh import mesh_of
 from simpart.split_backward import weight_share
 
@@ -89,6 +89,14 @@ class _Counted(NamedTuple):
     first: int
 
 
+class _Followed(NamedTuple):
+    flow: Flow
+    value_bytes: Ints
+    sent: Counter[Sent]
+    kept_bytes: int
+    largest_bytes: int
+
+
 @dataclass(slots=True)
 class Repeats:
     """Runs of equal calls in the stages of one problem's plans. `least` is the fewest calls for which it is used."""
@@ -97,6 +105,7 @@ class Repeats:
     least: int = SHORT + 2
     numbers: Interner = field(default_factory=Interner)
     words: dict[tuple[str, int], _Words] = field(default_factory=dict)
+    flows: dict[tuple[Any, ...], _Followed] = field(default_factory=dict)
     counted: dict[tuple[Any, ...], tuple[_Counted, _Counted]] = field(default_factory=dict)
 
     def run(self, plan: Plan, graph: Graph, ops: Ints, regions: Sequence[Ints]) -> Run | None:
@@ -140,34 +149,31 @@ class Repeats:
 
     def of(
         self, plan: Plan, graph: Graph, run: Run, sharding: Sharding, micro_batch: int, device: Device,
-        group: DeviceGroup, regions: Sequence[Ints],
+        group: DeviceGroup, axes: int, regions: Sequence[Ints],
     ) -> Grown:  # fmt: skip
-        """What one device does, with collectives of any one group of these axes."""
+        """What one device does, with collectives of any one group whose axes have this number."""
         number = self.numbers.of
-        key = (*run.key, number(sharding), number(plan.state), number(group.axes), micro_batch, device.name)
+        key = (*run.key, number(sharding), number(plan.state), axes, micro_batch, device.name)
         if key not in self.counted:
             self.counted[key] = (
-                self._count(plan, graph, run, SHORT, sharding, micro_batch, device, group, regions),
-                self._count(plan, graph, run, SHORT + 1, sharding, micro_batch, device, group, regions),
+                self._count(plan, graph, run, SHORT, sharding, micro_batch, device, group, regions, key),
+                self._count(plan, graph, run, SHORT + 1, sharding, micro_batch, device, group, regions, key),
             )
         return self._grow(plan, graph, run, micro_batch, device, *self.counted[key])
 
     def _count(
         self, plan: Plan, graph: Graph, run: Run, count: int, sharding: Sharding, micro_batch: int, device: Device,
-        group: DeviceGroup, regions: Sequence[Ints],
+        group: DeviceGroup, regions: Sequence[Ints], key: tuple[Any, ...],
     ) -> _Counted:  # fmt: skip
         flat, clonable, words = graph.flat, clonable_ops(graph), self._words(plan, graph)
         first = run.first + (run.count - count if run.mirrored else 0)
         ops = np.union1d(run.others, np.arange(words.ops[first], words.ops[first + count]))
         own = ops[~clonable[ops]]
         size = len(flat.op_class)
-        stage_of = np.where(np.arange(size) < own[0], 0, np.where(np.arange(size) > own[-1], 2, 1))
-        used = np.unique(stage_of[~clonable])
-        parts = partition(graph, np.searchsorted(used, stage_of), used.size).ops
-        found = flow_between(
-            graph, sharding, mesh_of(group.axes), micro_batch, plan.state, [part.tolist() for part in parts],
-            int(np.searchsorted(used, 1)),
-        )  # fmt: skip
+        alike = (count, first, *key[: len(run.key) - 3], *key[len(run.key) :])  # whatever is made again
+        if alike not in self.flows:
+            self.flows[alike] = self._flow(plan, graph, own, sharding, micro_batch, group)
+        found, held, sent, kept, largest = self.flows[alike]
         prices = self.shares.prices.of(graph, found, device)
         forward, kernels = flat.kernel_forward, prices.kernels
         there = forward[kernels].astype(np.float64)
@@ -184,12 +190,27 @@ class Repeats:
             for part in (there, 1.0 - there - weights, weights, inside[kernels].astype(np.float64))
         )
         cluster = self.shares.problem.cluster
-        kept, largest = converted_bytes(found)
         return _Counted(
-            times=times, again=bool(mine), sent=_counter(sent_by(found, group, cluster)),
+            times=times, again=bool(mine), sent=sent,
             sent_again=_counter(sent_by(only_at(found, inside), group, cluster)) if mine else Counter(),
-            kept_bytes=kept, largest_bytes=largest, value_bytes=local_bytes(graph, found), first=first,
+            kept_bytes=kept, largest_bytes=largest, value_bytes=held, first=first,
         )  # fmt: skip
+
+    def _flow(
+        self, plan: Plan, graph: Graph, own: Ints, sharding: Sharding, micro_batch: int, group: DeviceGroup
+    ) -> _Followed:
+        """Of the stage that holds these ops and their clones."""
+        size, clonable = len(graph.flat.op_class), clonable_ops(graph)
+        stage_of = np.where(np.arange(size) < own[0], 0, np.where(np.arange(size) > own[-1], 2, 1))
+        used = np.unique(stage_of[~clonable])
+        parts = partition(graph, np.searchsorted(used, stage_of), used.size).ops
+        found = flow_between(
+            graph, sharding, mesh_of(group.axes), micro_batch, plan.state, [part.tolist() for part in parts],
+            int(np.searchsorted(used, 1)),
+        )  # fmt: skip
+        kept, largest = converted_bytes(found)
+        sent = _counter(sent_by(found, group, self.shares.problem.cluster))
+        return _Followed(found, local_bytes(graph, found), sent, kept, largest)
 
     def _grow(
         self, plan: Plan, graph: Graph, run: Run, micro_batch: int, device: Device, short: _Counted, more: _Counted
