@@ -61,13 +61,15 @@ def actions_of(shape: Shape) -> Actions:
         each = np.tile(np.arange(count, dtype=INDEX), there.size)
         return Actions(indptr, np.repeat(there, count), np.repeat(kinds, count), each, NONE)
     if shape.schedule.kind == "interleaved-1f1b":
-        indptr, *parts = interleaved_arrays(shape.group_of_stage, count)
-        return Actions(indptr, *(part.astype(INDEX) for part in parts), NONE)
-    order = shape.schedule.order(shape.group_of_stage, count)
-    if order is not None:
-        parts = (np.asarray(part, dtype=INDEX) for part in (order.stage, order.kind, order.micro_batch))
-        return Actions(order.indptr, *parts, NONE)
+        return _of(*interleaved_arrays(shape.group_of_stage, count))
+    known = shape.schedule.order(shape.group_of_stage, count)
+    if known is not None:
+        return _of(known.indptr, known.stage, known.kind, known.micro_batch)
     return actions_of_rows(shape.schedule.rows(shape.group_of_stage, count))
+
+
+def _of(indptr: Ints, stage: Ints, kind: Ints, micro_batch: Ints) -> Actions:
+    return Actions(indptr, stage.astype(INDEX), kind.astype(INDEX), micro_batch.astype(INDEX), NONE)
 
 
 def actions_of_rows(rows: Rows) -> Actions:
