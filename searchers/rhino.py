@@ -40,10 +40,13 @@ __all__ = ["Rhino", "rhino_o1", "rhino_o2", "rhino_o4"]
 
 RELATIVE_GAP = 0.01
 SECONDS_PER_SOLVE = 20.0
+SECONDS_TO_FIRST = 3.0
 ROUNDS = 4
 """Times that a setting is solved again with less memory after a plan that did not fit."""
+MANY = 300
+"""Settings up to which none is left out without proof."""
 ALWAYS_SOLVED = 24
-"""Settings that are solved whatever their guess says."""
+"""Of many settings, those that are solved whatever their guess says."""
 OPTIMISM = 0.92
 """A later guess may be too high by this factor more than any before."""
 NEAR = 1.03
@@ -118,14 +121,16 @@ class _Search:
         device = min(problem.cluster.kinds, key=lambda d: d.peak(problem.graph.precision))
         guesses = Guesses(problem, self.prices, device, self._zero)
         order: list[tuple[Guess, Setting]] = []
-        for setting in found:
-            control.check()
+        for setting in (found[place] for place in _spread(len(found))):
+            if self._late() and any(guess.over <= 0 for guess, _ in order):
+                break
+            self._check()
             order.append((guesses.of(setting), setting))
         order.sort(key=lambda item: item[0].order)
         physical_s = physical_floor_s(problem)
         control.report(done=0, total=len(order), bound=physical_s)
         for number, (guess, setting) in enumerate(order):
-            if number >= ALWAYS_SOLVED and self._hopeless(guess):
+            if len(order) > MANY and number >= ALWAYS_SOLVED and self._hopeless(guess):
                 self.bounds.append(physical_s * _stretch(setting))
                 continue
             yield from self._setting(setting, physical_s)
@@ -144,6 +149,14 @@ class _Search:
         if self.bounds:
             control.report(done=len(order), total=len(order), bound=min(self.bounds))
 
+    def _late(self) -> bool:
+        return self.control.deadline is not None and self.control.clock() >= self.control.deadline
+
+    def _check(self) -> None:
+        """Until there is a plan a time budget may be overrun, by as much as a first plan takes."""
+        if self.control.incumbent is not None or self.control.stop:
+            self.control.check()
+
     def _hopeless(self, guess: Guess) -> bool:
         """Whether a guess is behind the best found even if it is too high by more than any was that was checked."""
         if self.control.incumbent is None:
@@ -154,7 +167,7 @@ class _Search:
     # --- one setting --------------------------------------------------------------------------------------------------
     def _setting(self, setting: Setting, physical_s: float) -> Iterator[Proposal]:
         """Plans of one setting; again with less memory while they do not fit."""
-        self.control.check()
+        self._check()
         problem = self.problem
         if physical_s * _stretch(setting) >= self.best_s:
             self.bounds.append(physical_s * _stretch(setting))
@@ -186,7 +199,7 @@ class _Search:
             if floor_s >= self.best_s:
                 self.bounds.append(floor_s)
                 return
-            self.control.check()
+            self._check()
             solution = solve_level(
                 model.graph, self.level, model.work, relative_gap=RELATIVE_GAP, seconds=self._seconds()
             )
@@ -229,7 +242,8 @@ class _Search:
         """What a solve may take: the rest of the budget at most."""
         if self.control.deadline is None:
             return SECONDS_PER_SOLVE
-        return max(0.1, min(SECONDS_PER_SOLVE, self.control.deadline - self.control.clock()))
+        least = 0.1 if self.control.incumbent is not None else SECONDS_TO_FIRST
+        return max(least, min(SECONDS_PER_SOLVE, self.control.deadline - self.control.clock()))
 
     def _model(
         self, setting: Setting, stage_of: Ints, spare: float, pins: dict[str, tuple[Pin, ...]] | None = None
@@ -345,6 +359,11 @@ class _Search:
         except UserError:
             return None
         return plan
+
+
+def _spread(count: int) -> list[int]:
+    """Places of a list in an order that visits all its parts early."""
+    return sorted(range(count), key=lambda place: (place * (math.sqrt(5) - 1) / 2) % 1.0)
 
 
 def _stretch(setting: Setting) -> float:
