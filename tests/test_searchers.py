@@ -50,9 +50,9 @@ def problem_of(graph: Graph, devices: int, global_batch: int, space: Space = Spa
 
 
 NAMES = sorted(SEARCHERS)
-VARIED = [
-    pytest.param(name, marks=pytest.mark.slow) if name.startswith(("alpa_ilp", "rhino_", "tofu_")) else name for name in NAMES
-]  # levels and baselines of one searcher: the fast tests have them on one problem
+SLOW = ("alpa_ilp", "rhino_", "tofu_")
+VARIED = [pytest.param(name, marks=pytest.mark.slow) if name.startswith(SLOW) else name for name in NAMES]
+# Levels and baselines of one searcher: the fast tests have them on one problem
 ONE_STAGE = {name for name in SEARCHERS if name.startswith("tofu")}  # make no pipelines
 SPACES: dict[str, Space] = {
     "two stages": Space(min_stages=2, max_stages=2),

@@ -33,7 +33,7 @@ def check_rows(rows: Rows, group_of_stage: Sequence[int], micro_batches: int) ->
                 fault = f"names micro-batch {m} of {micro_batches}; they are counted from 0"
             elif action in seen:
                 fault = f"occurs twice in row {g}; keep one"
-            elif any(Action(stage, other, m) in seen for other in _INSTEAD.get(kind, "")):
+            elif any((stage, other, m) in seen for other in _INSTEAD.get(kind, "")):
                 fault = f"in row {g} runs a backward again; keep {stage}B{m}, or {stage}I{m} and {stage}W{m}"
             elif needed and needed not in seen:
                 fault = f"in row {g} comes before {needed}; move it behind"
