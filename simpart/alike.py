@@ -131,7 +131,7 @@ class Alike:
             sharding = dict(plan.shardings).get(plan.stages[s].sharding or "", Sharding())
             run = None if sharding.overrides else self.repeats.run(plan, graph, ops, regions)
             if run is not None:
-                key = (*run.key, run.count, b, device.name, axes, *split)
+                key = (*run.key, run.length, b, device.name, axes, *split)
                 if key not in self.known:
                     group = plan.groups[plan.stages[s].group]
                     grown = self.repeats.of(plan, graph, run, sharding, b, device, group, axes, regions)

@@ -40,11 +40,11 @@ _OWN = 1 << 41
 
 
 class Run(NamedTuple):
-    """Calls `first` … `first + count - 1` of a stage, equal but for their place, after the other ops of the stage
-    (or, with `mirrored`, before them); `key` is equal for stages that differ in nothing but `count` and place."""
+    """Calls `first` … `first + length - 1` of a stage, equal but for their place, after the other ops of the stage
+    (or, with `mirrored`, before them); `key` is equal for stages that differ in nothing but `length` and place."""
 
     first: int
-    count: int
+    length: int
     mirrored: bool
     others: Ints
     key: tuple[Any, ...]
@@ -166,7 +166,7 @@ class Repeats:
         group: DeviceGroup, regions: Sequence[Ints], key: tuple[Any, ...],
     ) -> _Counted:  # fmt: skip
         flat, clonable, words = graph.flat, clonable_ops(graph), self._words(plan, graph)
-        first = run.first + (run.count - count if run.mirrored else 0)
+        first = run.first + (run.length - count if run.mirrored else 0)
         ops = np.union1d(run.others, np.arange(words.ops[first], words.ops[first + count]))
         own = ops[~clonable[ops]]
         size = len(flat.op_class)
@@ -186,7 +186,7 @@ class Repeats:
             inside = np.isin(flat.kernel_op, np.concatenate(mine)) & forward
         rows = len(prices.amounts.seconds)
         times = tuple(
-            np.bincount(prices.row, weights=part, minlength=rows)
+            np.bincount(prices.row, weights=part, minlength=rows).astype(np.float64)
             for part in (there, 1.0 - there - weights, weights, inside[kernels].astype(np.float64))
         )
         cluster = self.shares.problem.cluster
@@ -215,7 +215,7 @@ class Repeats:
     def _grow(
         self, plan: Plan, graph: Graph, run: Run, micro_batch: int, device: Device, short: _Counted, more: _Counted
     ) -> Grown:
-        further = run.count - SHORT
+        further = run.length - SHORT
         known = self.shares.prices.known[graph.fingerprint, micro_batch, device.name].amounts
         assert known is not None  # the short stages are priced
         totals = []
@@ -232,7 +232,7 @@ class Repeats:
             held = short.value_bytes.copy()
         block = short.value_bytes[words.values[short.first + 1] :][:size]
         start = int(words.values[run.first])
-        held[start : start + size * run.count] = np.tile(block, run.count)
+        held[start : start + size * run.length] = np.tile(block, run.length)
         return Grown(
             forward=known.total(forward), backward=known.total(inputs + weights), inputs=known.total(inputs),
             weights=known.total(weights), again=known.total(again) if more.again else None,
@@ -265,7 +265,9 @@ class Repeats:
         for value, source in graph.parameters.items() if plan.state else ():
             pattern = plan.state_of(source)[0]
             table[value] = -1 if pattern is None else order[pattern]
-        return 2 * table + (state_table(graph, self.shares.problem.training)[3] > 0)
+        trained = state_table(graph, self.shares.problem.training)[3] > 0
+        found: Ints = 2 * table + trained
+        return found
 
 
 def _words(graph: Graph, rests: Ints) -> _Words:
@@ -336,7 +338,7 @@ def _pattern(table: Ints, regions: Sequence[Ints]) -> bytes | None:
     inside = np.unique(table[again])
     if sum(len(regions[r]) for r in inside.tolist()) != int(again.sum()):
         return None  # one reaches beyond the run
-    return relative[0].tobytes()
+    return bytes(relative[0].tobytes())
 
 
 def _counter(sent: Sequence[Sent]) -> Counter[Sent]:
