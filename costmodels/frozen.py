@@ -251,7 +251,8 @@ def load_frozen(path: Path | str) -> Costs:
     except FileNotFoundError as error:
         raise FormatError(f"cannot read frozen costs {path}: no such file; {again}") from error
     except (OSError, ValueError, EOFError, KeyError, TypeError, AttributeError, zipfile.BadZipFile) as error:
-        raise FormatError(f"{path} is no table of frozen costs ({' '.join(str(error).split())}); {again}") from error
+        why = "no arrays in it" if "pickle" in str(error) else " ".join(str(error).split())  # numpy advises to load it
+        raise FormatError(f"{path} is no table of frozen costs ({why}); {again}") from error
     if kind != KIND or type(version) is not int:
         raise FormatError(f"{path} is a {kind}, not a table of frozen costs; {again}")
     if version > VERSION:

@@ -88,15 +88,27 @@ def _collect(graph: Graph, micro_batch: int, estimate: Estimate, rows: npt.NDArr
     owner = base + np.array([k.op for k in graph.kernel_classes], dtype=np.int64)
     forward = np.array([k.phase == "F" for k in graph.kernel_classes], dtype=bool)
     n = len(graph.op_classes)
-    share = weight_share_of_classes(graph)
+    share, kept = weight_share_of_classes(graph), _kept(graph)
     backward = rows[~forward], owner[~forward], n
     return OpPrices(
         micro_batch=micro_batch,
-        forward=sum_rows(estimate, rows[forward], owner[forward], n),
-        backward=sum_rows(estimate, *backward),
-        inputs=sum_rows(estimate, *backward, 1.0 - share[~forward]),
-        weights=sum_rows(estimate, *backward, share[~forward]),
+        forward=sum_rows(estimate, rows[forward], owner[forward], n, kept[forward]),
+        backward=sum_rows(estimate, *backward, kept[~forward]),
+        inputs=sum_rows(estimate, *backward, (1.0 - share[~forward]) * kept[~forward]),
+        weights=sum_rows(estimate, *backward, share[~forward] * kept[~forward]),
     )
+
+
+def _kept(graph: Graph) -> Floats:
+    """Which part of its template's calls run each kernel class: some omit one, and all together take what they run."""
+    base = np.cumsum([0] + [len(t.kernels) for t in graph.templates])
+    calls, found = np.zeros(len(graph.templates)), np.zeros(base[-1])
+    for call in graph.calls:
+        calls[call.template] += 1
+        found[[base[call.template] + k for k in call.omits]] += 1
+    each = np.maximum(np.repeat(calls, np.diff(base)), 1)
+    kept: Floats = 1.0 - found / each
+    return kept
 
 
 def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int, part: Floats | None = None) -> Amount:

@@ -155,7 +155,7 @@ def damaged(path: Path, change: str) -> None:
 CHANGES = ("newer", "kind", "overhead", "nan", "negative", "short", "reference", "missing")
 
 
-@pytest.mark.parametrize("change", [*CHANGES, "text", "empty", "torn", "absent"])
+@pytest.mark.parametrize("change", [*CHANGES, "text", "noise", "empty", "torn", "absent"])
 def test_files_that_are_no_table_are_refused_in_one_line(gpt: Graph, tmp_path: Path, change: str) -> None:
     cluster, path = load_cluster("local:2"), tmp_path / "t.npz"
     costs, recorder = record(plain())
@@ -167,7 +167,8 @@ def test_files_that_are_no_table_are_refused_in_one_line(gpt: Graph, tmp_path: P
         path.unlink()
     else:
         whole = path.read_bytes()
-        path.write_bytes({"text": b"hello", "empty": b"", "torn": whole[: len(whole) // 2]}[change])
+        noise = bytes(range(128, 256)) * 4
+        path.write_bytes({"text": b"hello", "noise": noise, "empty": b"", "torn": whole[: len(whole) // 2]}[change])
     with pytest.raises(FormatError) as caught:
         load_frozen(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)

@@ -13,11 +13,14 @@ from simpart.cost import TensorForm
 from simpart.errors import MismatchError
 from simpart.graph import Call, Graph, Kernel, Op, Source, Template
 from simpart.graph_cache import captured
+from simpart.hardware import load_cluster
 from simpart.kernels import FUSIBLE, kernels
 from simpart.model_spec import parse_model
 from simpart.ops import family_of
+from simpart.pricing import price_ops
 from simpart.signatures import MEMBER, fill_sizes, form_of, signatures_of, total_bytes
 from simpart.sizes import Affine, TensorSpec
+from tests.toy_graphs import UnitCompute
 
 SPEC = TensorSpec((Affine(0, 1), 4), "float32", (0, 1))
 
@@ -161,3 +164,15 @@ def test_layers_of_a_real_model_cost_the_same_signatures() -> None:
     assert len(compiled) == len(three.kernel_classes)
     assert any(s.target == "fused" for s in compiled)
     assert np.bincount(kernels(three, "compiled").group).max() > 1
+
+
+def test_prices_of_ops_add_up_to_the_kernels_that_run() -> None:
+    """A call that omits a kernel does not pay for it: 3 calls of 4 kernels, of which one is left out once."""
+    graph = graph_of(
+        kernel(MM, ~0), kernel(RELU, 0), kernel(ADD, 1, 1, phase="B"), kernel(MM, 2, phase="B"), calls=3, omits=(2,)
+    )
+    found = price_ops(graph, [2], UnitCompute(), load_cluster("dgx-a100").kinds[0], "eager")[2]
+    each = graph.at(2).flat.op_class
+    assert found.forward.seconds[each].sum() == pytest.approx(6.0)
+    assert found.backward.seconds[each].sum() == found.backward.launches[each].sum() == pytest.approx(5.0)
+    assert (found.inputs.seconds + found.weights.seconds)[each].sum() == pytest.approx(5.0)

@@ -116,7 +116,7 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
         print_worth_running(document["worth_running"])
         print_bounds(found)
     else:
-        click.echo(f"no plan fits: {reason}")
+        click.echo(f"no plan {'fits' if found.infeasible else 'yet'}: {reason}")
     if not as_json:
         print_families(found)
         print_infeasible(found)
