@@ -126,7 +126,7 @@ def build_problem(model: str, options: dict[str, Any], space: Space | None = Non
     cluster = load_cluster(options["cluster"])
     check_global_batch(options["global_batch"])
     training = training_of(options)
-    with notice(f"capturing {model}"):
+    with notice(f"{'reading' if model.endswith('.graph') else 'capturing'} {model}"):
         graph = load_graph_or_model(model, precision=training.precision, cache=not options["no_cache"])
     costs = costs_of(cluster, options)
     return Problem(
