@@ -31,7 +31,7 @@ from simpart.plan import DeviceGroup, Devices
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
 from simpart.searchers._cost_graph import minimise
-from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
+from simpart.searchers._rhino.model import Mesh, MeshModel, StageLoad
 from simpart.searching import Budget, search
 from simpart.simulation import simulate_plan
 from simpart.training import TrainingSpec

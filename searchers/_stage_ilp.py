@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from simpart.searchers._cost_graph_types import Floats, Ints
+from simpart.searchers._cost_graph.types import Floats, Ints
 
 __all__ = ["Count", "StageProblem", "Staging", "assign_stages", "contiguous", "crossing_bytes", "optimal_stagings"]
 

@@ -24,8 +24,8 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._cost_graph import Floats, Ints, minimise
-from simpart.searchers._rhino_guess import region_numbers
-from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
+from simpart.searchers._rhino.guess import region_numbers
+from simpart.searchers._rhino.model import Mesh, MeshModel, StageLoad
 from simpart.searchers.alpa import AlpaPlan, InterOp, InterOpCosts, successors_allowed
 from simpart.searching import Candidate, Control
 from simpart.sharding.patterns import by_pattern

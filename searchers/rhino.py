@@ -25,13 +25,13 @@ from simpart.plan import Batch, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._cost_graph import Ints, Solution, linear_bound
-from simpart.searchers._rhino_explain import resembles
-from simpart.searchers._rhino_guess import Guess, Guesses, region_numbers
-from simpart.searchers._rhino_levels import RhinoLevel, solve_level
-from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
-from simpart.searchers._rhino_pins import INNERMOST, minimal_conflict, pins_on
-from simpart.searchers._rhino_settings import AXIS_NAMES, Setting, physical_floor_s, settings, split_axes
-from simpart.searchers._rhino_stages import balanced_layers, program_stages, stage_ops
+from simpart.searchers._rhino.explain import resembles
+from simpart.searchers._rhino.guess import Guess, Guesses, region_numbers
+from simpart.searchers._rhino.levels import RhinoLevel, solve_level
+from simpart.searchers._rhino.model import Mesh, MeshModel, StageLoad
+from simpart.searchers._rhino.pins import INNERMOST, minimal_conflict, pins_on
+from simpart.searchers._rhino.settings import AXIS_NAMES, Setting, physical_floor_s, settings, split_axes
+from simpart.searchers._rhino.stages import balanced_layers, program_stages, stage_ops
 from simpart.searching import Candidate, Control, Proposal
 from simpart.sharding.pins import Pin
 from simpart.transfers import CommPrices
@@ -56,7 +56,7 @@ BEST_SPLIT = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rhino:
-    """`level`: O1 to O4, see `_rhino_levels`. `pins` by axis name (`x`, `y`; `tp` is the innermost) hold on every mesh
+    """`level`: O1 to O4, see `_rhino.levels`. `pins` by axis name (`x`, `y`; `tp` is the innermost) hold on every mesh
     that has the axis. `worth_running`: plans that commands simulate at the fine grain too."""
 
     name: str = "rhino"

@@ -22,11 +22,11 @@ from simpart.searchers._cost_graph import (
     price,
     rows_hold,
 )
-from simpart.searchers._cost_graph_buckets import eliminate, elimination_order, marginals
-from simpart.searchers._cost_graph_messages import pass_messages
-from simpart.searchers._cost_graph_program import solve_program
-from simpart.searchers._cost_graph_reduce import reduce_graph
-from simpart.searchers._cost_graph_rows import price_rows
+from simpart.searchers._cost_graph.buckets import eliminate, elimination_order, marginals
+from simpart.searchers._cost_graph.messages import pass_messages
+from simpart.searchers._cost_graph.program import solve_program
+from simpart.searchers._cost_graph.reduce import reduce_graph
+from simpart.searchers._cost_graph.rows import price_rows
 
 
 @st.composite

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simpart.searchers._cost_graph import CostGraph, minimise, price
-from simpart.searchers._rhino_levels import critical_nodes, segments, solve_level
+from simpart.searchers._rhino.levels import critical_nodes, segments, solve_level
 from simpart.searchers._stage_ilp import (
     Count,
     StageProblem,

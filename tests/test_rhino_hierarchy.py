@@ -20,10 +20,10 @@ from simpart.placement import Replicate, Shard
 from simpart.plan import kernel_ids
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
-from simpart.searchers._rhino_explain import whole_kernels
-from simpart.searchers._rhino_guess import Guesses
-from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
-from simpart.searchers._rhino_settings import Setting, settings
+from simpart.searchers._rhino.explain import whole_kernels
+from simpart.searchers._rhino.guess import Guesses
+from simpart.searchers._rhino.model import Mesh, MeshModel, StageLoad
+from simpart.searchers._rhino.settings import Setting, settings
 from simpart.searchers.rhino import Rhino
 from simpart.searching import Budget, SearchResult, search
 from simpart.sharding import Pin

@@ -20,8 +20,8 @@ from simpart.plan import DeviceGroup, Devices
 from simpart.problem import Problem
 from simpart.registry import default_costs
 from simpart.searchers._cost_graph import Solution, minimise
-from simpart.searchers._rhino_model import Mesh, MeshModel, StageLoad
-from simpart.searchers._rhino_stages import program_stages
+from simpart.searchers._rhino.model import Mesh, MeshModel, StageLoad
+from simpart.searchers._rhino.stages import program_stages
 from simpart.training import TrainingSpec
 
 R = Replicate()

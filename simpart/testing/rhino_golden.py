@@ -59,7 +59,7 @@ def read_graph(document: Mapping[str, Any]) -> Any:
 def solve_strategy_graph(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """The optimum by the whole ladder, compared with the levels; which options attain it; the relaxation."""
     graphs = importlib.import_module("simpart.searchers._cost_graph")
-    levels = importlib.import_module("simpart.searchers._rhino_levels")
+    levels = importlib.import_module("simpart.searchers._rhino.levels")
     document = inputs["graph"]
     graph, nodes = read_graph(document), document["nodes"]
     solution = graphs.minimise(graph)

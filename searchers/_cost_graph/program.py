@@ -11,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from simpart.searchers._cost_graph_types import CostGraph, Ints, rows_hold
+from simpart.searchers._cost_graph.types import CostGraph, Ints, rows_hold
 
 __all__ = ["ProgramResult", "pairs", "solve_program"]
 

@@ -13,12 +13,12 @@ from typing import Literal
 
 import numpy as np
 
-from simpart.searchers._cost_graph_buckets import best_choices, eliminate, elimination_order
-from simpart.searchers._cost_graph_messages import improve, pass_messages
-from simpart.searchers._cost_graph_program import pairs, solve_program
-from simpart.searchers._cost_graph_reduce import reduce_graph
-from simpart.searchers._cost_graph_rows import price_rows
-from simpart.searchers._cost_graph_types import CostGraph, Floats, Ints, Row, Solution, Table, price, rows_hold
+from simpart.searchers._cost_graph.buckets import best_choices, eliminate, elimination_order
+from simpart.searchers._cost_graph.messages import improve, pass_messages
+from simpart.searchers._cost_graph.program import pairs, solve_program
+from simpart.searchers._cost_graph.reduce import reduce_graph
+from simpart.searchers._cost_graph.rows import price_rows
+from simpart.searchers._cost_graph.types import CostGraph, Floats, Ints, Row, Solution, Table, price, rows_hold
 
 __all__ = [
     "CostGraph",

@@ -10,7 +10,7 @@ from simpart.flops import kernel_class_flops
 from simpart.ops import base_name, family_of
 from simpart.placement import AxisStrategy, Halo, Partial, Replicate, Shard
 from simpart.searchers._cost_graph import Floats, Ints
-from simpart.searchers._rhino_model import MeshModel
+from simpart.searchers._rhino.model import MeshModel
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import calls_of
 from simpart.tdl import undescribed_reason

@@ -19,8 +19,8 @@ from simpart.hardware import Cluster
 from simpart.placement import AxisStrategy, Halo, Placement, Replicate, Shard, Strategy
 from simpart.plan import DeviceGroup
 from simpart.searchers._cost_graph import Floats
-from simpart.searchers._rhino_settings import slowest_row
-from simpart.searchers._rhino_wires import Wires, wires_of
+from simpart.searchers._rhino.settings import slowest_row
+from simpart.searchers._rhino.wires import Wires, wires_of
 from simpart.sharding.mesh import Axes, Layout, axis_members, calls_of
 from simpart.signatures import signatures_of
 from simpart.sizes import DTYPE_BYTES

@@ -22,7 +22,7 @@ from simpart.ops import family_of
 from simpart.plan import REPLICA_AXIS
 from simpart.problem import Problem
 from simpart.searchers._cost_graph import Floats, Ints
-from simpart.searchers._rhino_settings import Setting, slowest_row
+from simpart.searchers._rhino.settings import Setting, slowest_row
 from simpart.sharding.mesh import axis_members
 from simpart.transfers import CommPrices, sharing
 

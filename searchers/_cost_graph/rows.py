@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simpart.searchers._cost_graph_buckets import eliminate, marginals
-from simpart.searchers._cost_graph_messages import Messages, improve
-from simpart.searchers._cost_graph_types import CostGraph, Ints, Table, price, rows_hold
+from simpart.searchers._cost_graph.buckets import eliminate, marginals
+from simpart.searchers._cost_graph.messages import Messages, improve
+from simpart.searchers._cost_graph.types import CostGraph, Ints, Table, price, rows_hold
 
 __all__ = ["Priced", "price_rows"]
 

@@ -17,8 +17,8 @@ from typing import Literal
 import numpy as np
 
 from simpart.searchers._cost_graph import CostGraph, Floats, Ints, Solution, minimise, price, rows_hold
-from simpart.searchers._cost_graph_buckets import eliminate, elimination_order
-from simpart.searchers._cost_graph_program import pairs, solve_program
+from simpart.searchers._cost_graph.buckets import eliminate, elimination_order
+from simpart.searchers._cost_graph.program import pairs, solve_program
 from simpart.searchers._stage_ilp import topological
 
 __all__ = ["LEVELS", "RhinoLevel", "critical_nodes", "segments", "solve_level"]

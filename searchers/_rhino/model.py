@@ -24,11 +24,11 @@ from simpart.placement import Halo, Placement, Replicate, Shard, Sharding, State
 from simpart.plan import REPLICA_AXIS, DeviceGroup
 from simpart.problem import Problem
 from simpart.searchers._cost_graph import CostGraph, Floats, Ints, Row, Table
-from simpart.searchers._rhino_choices import Choices, choices
-from simpart.searchers._rhino_conversions import ConversionTimes, Key, shard_fraction
-from simpart.searchers._rhino_guess import stashed_values
-from simpart.searchers._rhino_settings import slowest_row
-from simpart.searchers._rhino_wires import Maker, ValueGroup, Wires, wires_of
+from simpart.searchers._rhino.choices import Choices, choices
+from simpart.searchers._rhino.conversions import ConversionTimes, Key, shard_fraction
+from simpart.searchers._rhino.guess import stashed_values
+from simpart.searchers._rhino.settings import slowest_row
+from simpart.searchers._rhino.wires import Maker, ValueGroup, Wires, wires_of
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import Axes, Layout, axis_members
 from simpart.sharding.patterns import by_pattern

@@ -10,8 +10,8 @@ import numpy as np
 from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.placement import Placement
-from simpart.searchers._rhino_choices import along_axis
-from simpart.searchers._rhino_wires import Maker, wires_of
+from simpart.searchers._rhino.choices import along_axis
+from simpart.searchers._rhino.wires import Maker, wires_of
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import Axes
 from simpart.sharding.pins import Pin, pinned

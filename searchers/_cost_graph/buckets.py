@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simpart.searchers._cost_graph_types import CostGraph, Ints, Table
+from simpart.searchers._cost_graph.types import CostGraph, Ints, Table
 
 __all__ = ["Buckets", "best_choices", "eliminate", "elimination_order", "marginals"]
 

@@ -13,7 +13,7 @@ from simpart.hardware import Cluster
 from simpart.placement import Halo, Placement, Replicate, Shard
 from simpart.plan import DeviceGroup
 from simpart.searchers._cost_graph import Table
-from simpart.searchers._rhino_settings import slowest_row
+from simpart.searchers._rhino.settings import slowest_row
 from simpart.sharding.mesh import Axes, Layout, axis_members
 from simpart.sizes import DTYPE_BYTES
 from simpart.transfers import CommPrices, sharing

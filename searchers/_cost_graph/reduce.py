@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from simpart.searchers._cost_graph_types import ROW_TOLERANCE, CostGraph, Floats, Ints, Row, Table
+from simpart.searchers._cost_graph.types import ROW_TOLERANCE, CostGraph, Floats, Ints, Row, Table
 
 __all__ = ["Core", "reduce_graph"]
 

@@ -10,7 +10,7 @@ import time
 
 import numpy as np
 
-from simpart.searchers._cost_graph_types import CostGraph, Floats, Ints, Table, price, rows_hold
+from simpart.searchers._cost_graph.types import CostGraph, Floats, Ints, Table, price, rows_hold
 
 __all__ = ["Messages", "improve", "pass_messages"]
 

@@ -1,0 +1,1 @@
+"""Parts of the search over all strategies after Rhino: settings, cost graphs of stages, levels. `rhino.py` proposes."""
