@@ -1,6 +1,7 @@
 """What planners find on the same problems, and what the rules of the originals cost; one JSON document.
 
     python benchmarks/compare.py [--budget 20] [--cases gpt,bert,…] > compare.json
+    python benchmarks/compare.py --searchers everything --cases gpt,t5,moe,unet,two_tower > everything.json
     python benchmarks/compare.py --table compare.json …          # Markdown tables of such documents
 
 Every planner gets the same problem (prices from the default models, asked once before), the same space (1f1b and gpipe,
@@ -20,7 +21,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,6 +55,11 @@ PLANNERS = (
     "rannc", "pipedream", "piper", "dapple", "alpa", "two_bw", "equal_layers", "equal_parameters", "equal_flops",
     "grid", "annealing", "random",
 )  # fmt: skip
+EVERYTHING = (
+    "rannc", "pipedream", "piper", "dapple", "alpa", "alpa_ilp", "tofu", "tofu_shared", "rhino_o1", "rhino_o2", "rhino",
+    "rhino_o4", "grid", "annealing",
+)  # fmt: skip
+"""Pipelines, partitions and the whole strategy space side by side; the last two kinds leave the space of the first."""
 FIRST, ONE_STATE = "first feasible S", "one state"
 
 
@@ -74,6 +80,8 @@ CASES = {
         model="bert:layers=96,hidden=2048,heads=32,ffn=8192,seq=512,vocab=30522", cluster="dgx-v100:4", global_batch=64
     ),
     "unet": Case(model="unet:image=256,base=64,depth=4", cluster="dgx-a100:3", global_batch=96),
+    "t5": Case(model="t5", cluster="dgx-a100", global_batch=64),
+    "moe": Case(model="moe:layers=8,hidden=1024,heads=16,kv_heads=8,ffn=3584,seq=1024", cluster="dgx-a100", global_batch=64),
     "two_tower": Case(model="two_tower", cluster="dgx-v100", global_batch=56, devices=7),
     "gpt_mixed": Case(
         model="gpt:layers=24,hidden=2048,heads=16,seq=1024,vocab=51200", cluster="a100-v100", global_batch=64
@@ -193,8 +201,8 @@ def _trace(costs: StageCosts, origins: list[np.ndarray[Any, Any]], devices: int)
 
 
 # --- running and telling ---------------------------------------------------------------------------------------------
-def run(name: str, budget_s: float) -> dict[str, Any]:
-    """One case, all planners."""
+def run(name: str, names: Sequence[str], budget_s: float) -> dict[str, Any]:
+    """One case, all planners of these names; with the pipeline planners also what stands for rules of the originals."""
     case = CASES[name]
     start = time.perf_counter()
     graph = load_graph_or_model(case.model, precision="float32")
@@ -205,8 +213,10 @@ def run(name: str, budget_s: float) -> dict[str, Any]:
         global_batch=case.global_batch,
     )  # fmt: skip
     state = OneState()
-    searchers = {name: partial(load_searcher, name) for name in PLANNERS}
-    extra = {FIRST: FirstFeasible, **({ONE_STATE: lambda: state} if len(cluster.kinds) == 1 else {})}
+    searchers = {name: partial(load_searcher, name) for name in names}
+    extra: dict[str, Callable[[], Any]] = {}
+    if names == PLANNERS:
+        extra = {FIRST: FirstFeasible, **({ONE_STATE: lambda: state} if len(cluster.kinds) == 1 else {})}
     found = compare(problem, {**searchers, **extra}, Budget(seconds=budget_s))
     best = found.portfolio[1] if found.portfolio is not None else None
     worse = [ratio for ratio in state.ratios if ratio > 1 + 1e-9]
@@ -273,7 +283,8 @@ def main() -> None:
     """Print the document, or tables of documents."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--budget", type=float, default=20.0, help="seconds of a planner")
-    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--cases", default="gpt,wide_resnet,bert,unet,two_tower,gpt_mixed")
+    parser.add_argument("--searchers", choices=("pipelines", "everything"), default="pipelines")
     parser.add_argument("--table", type=Path, nargs="+", help="documents to print as Markdown")
     options = parser.parse_args()
     if options.table:
@@ -287,7 +298,8 @@ def main() -> None:
     for name in options.cases.split(","):
         if name not in CASES:
             sys.exit(f"unknown case {name!r}; known: {', '.join(CASES)}")
-        document["cases"].append(run(name, options.budget))
+        names = EVERYTHING if options.searchers == "everything" else PLANNERS
+        document["cases"].append(run(name, names, options.budget))
         print(f"{name} done", file=sys.stderr, flush=True)
     print(json.dumps(document, indent=1))
 
