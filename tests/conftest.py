@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background: children would too
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 settings.register_profile("simpart", deadline=None, derandomize=True, max_examples=50, print_blob=True)
 settings.load_profile("simpart")
 

@@ -96,7 +96,9 @@ def test_block_costs_with_holes_are_refused(bad: list[float]) -> None:
         solve_pipedream(chain_cuts(bad, [1.0, 1.0], [1.0, 1.0], [1.0, 0.0]), [Level(units=2, bytes_per_s=1.0)])
 
 
-@pytest.mark.parametrize("name", PLANNERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name == "rannc" else name for name in PLANNERS]
+)
 def test_more_devices_than_ops(gpt: Graph, name: str) -> None:
     space = Space(min_stages=1, max_micro_batches=1, schedules=("1f1b",), recompute=("none",), use_fewer_devices=True)
     problem = problem_of(gpt, 64, 4, space)

@@ -68,7 +68,9 @@ def test_the_table_of_searchers_is_complete() -> None:
 
 
 @pytest.mark.parametrize("name", VARIED)
-@pytest.mark.parametrize("space", SPACES)
+@pytest.mark.parametrize(
+    "space", ["two stages", *(pytest.param(s, marks=pytest.mark.slow) for s in SPACES if s != "two stages")]
+)
 def test_searchers_keep_to_the_space(four_layers: Graph, name: str, space: str) -> None:
     result = check_searcher(lambda: load_searcher(name), problem_of(four_layers, 4, 8, SPACES[space]))
     assert result.best is not None or (name in ONE_STAGE and SPACES[space].min_stages > 1)
