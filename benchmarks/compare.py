@@ -81,7 +81,9 @@ CASES = {
     ),
     "unet": Case(model="unet:image=256,base=64,depth=4", cluster="dgx-a100:3", global_batch=96),
     "t5": Case(model="t5", cluster="dgx-a100", global_batch=64),
-    "moe": Case(model="moe:layers=8,hidden=1024,heads=16,kv_heads=8,ffn=3584,seq=1024", cluster="dgx-a100", global_batch=64),
+    "moe": Case(
+        model="moe:layers=8,hidden=1024,heads=16,kv_heads=8,ffn=3584,seq=1024", cluster="dgx-a100", global_batch=64
+    ),
     "two_tower": Case(model="two_tower", cluster="dgx-v100", global_batch=56, devices=7),
     "gpt_mixed": Case(
         model="gpt:layers=24,hidden=2048,heads=16,seq=1024,vocab=51200", cluster="a100-v100", global_batch=64
