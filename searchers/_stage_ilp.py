@@ -21,6 +21,8 @@ from simpart.searchers._cost_graph.types import Floats, Ints
 
 __all__ = ["Count", "StageProblem", "Staging", "assign_stages", "contiguous", "crossing_bytes", "optimal_stagings"]
 
+Grid = np.ndarray[tuple[int, int], np.dtype[np.int64]]
+
 Count = Literal["edges", "consumers", "hops"]
 """What a tensor that leaves its stage costs: once per edge, once per stage that reads it, or once per boundary."""
 
@@ -150,48 +152,76 @@ def assign_stages(
         stage = np.zeros(size, dtype=np.int64)
         value = objective(problem, stage)
         return Staging(stage=stage, objective=value, bound=value)
-    rows = _Rows()
-    y = np.arange(size * cuts).reshape(size, cuts)
-    columns = size * cuts
-    low, high = np.zeros(columns), np.ones(columns)
+    y: Grid = np.arange(size * cuts).reshape(size, cuts)
+    rows, cost = _Rows(), [0.0] * y.size
+    _keep_order(problem, y, rows)
+    _pay_crossings(problem, y, rows, cost)
+    _balance(problem, y, rows, cost)
+    for banned in without:
+        ones = [(int(y[v, s]), -1.0 if s < banned[v] else 1.0) for v in range(size) for s in range(cuts)]
+        rows.at_most([(c, -w) for c, w in ones], float(sum(w < 0 for _, w in ones)) - 1.0)
+    lower, upper = np.zeros(len(cost)), np.full(len(cost), np.inf)
+    upper[: y.size] = 1.0
     for v in range(size):
-        low[y[v, : first[v]]] = 1.0
-        high[y[v, last[v] :]] = 0.0
+        lower[y[v, : first[v]]] = 1.0
+        upper[y[v, last[v] :]] = 0.0
+    prices = np.array(cost)
+    scale = float(prices.max(initial=0.0)) / 1e3 or 1.0
+    found = milp(
+        prices / scale,
+        integrality=(np.arange(len(cost)) < y.size).astype(np.int64),
+        bounds=Bounds(lower, upper),
+        constraints=[
+            LinearConstraint(coo_array(rows.matrix(), shape=(rows.count, len(cost))).tocsr(), rows.low, rows.high)
+        ],
+        options={"mip_rel_gap": relative_gap, "time_limit": math.inf if seconds is None else max(seconds, 0.05)},
+    )
+    if found.x is None:
+        proved = found.status == 2
+        why = "no staging keeps the cap on the work of a stage" if proved else "no staging was found in time"
+        return Staging(stage=None, objective=math.inf, bound=math.inf if proved else -math.inf, why=why)
+    stage = np.rint(found.x[: y.size]).astype(np.int64).reshape(size, cuts).sum(axis=1)
+    value = objective(problem, stage)
+    proof = found.mip_dual_bound
+    return Staging(stage=stage, objective=value, bound=value if proof is None else min(value, scale * float(proof)))
+
+
+def _keep_order(problem: StageProblem, y: Grid, rows: _Rows) -> None:
+    """Stages are taken one after the other, along edges and by groups together."""
+    size, cuts = y.shape
+    for v in range(size):
         for s in range(1, cuts):
             rows.at_most([(y[v, s], 1.0), (y[v, s - 1], -1.0)], 0.0)
     for group in problem.same:
         for other in group[1:]:
             for s in range(cuts):
                 rows.equal([(y[group[0], s], 1.0), (y[other, s], -1.0)], 0.0)
-    cost: dict[int, float] = {}
-
-    def crossing(weight: float) -> int:
-        nonlocal columns
-        cost[columns] = weight * problem.byte_weight
-        columns += 1
-        return columns - 1
-
-    shared: dict[tuple[int, int], int] = {}
-    for u, v, weight in problem.edges:
-        flag = crossing(weight) if problem.count == "edges" else -1
+    for u, v, _ in problem.edges:
         for s in range(cuts):
             rows.at_most([(y[u, s], 1.0), (y[v, s], -1.0)], 0.0)
-            if problem.count == "edges":
-                rows.at_most([(y[v, s], 1.0), (y[u, s], -1.0), (flag, -1.0)], 0.0)
-            elif problem.count == "hops":
-                if (u, s) not in shared:
-                    shared[u, s] = crossing(weight)
-                rows.at_most([(y[v, s], 1.0), (y[u, s], -1.0), (shared[u, s], -1.0)], 0.0)
-            else:  # v stands at stage s + 1 and u before it
-                if (u, s) not in shared:
-                    shared[u, s] = crossing(weight)
-                here = [(y[v, s], 1.0), (y[u, s], -1.0), (shared[u, s], -1.0)]
-                rows.at_most([*here, (y[v, s + 1], -1.0)] if s + 1 < cuts else here, 0.0)
-    largest = columns
+
+
+def _pay_crossings(problem: StageProblem, y: Grid, rows: _Rows, cost: list[float]) -> None:
+    """A column for whatever is counted once: an edge, or a tensor at a boundary (`hops`) or in a reading stage."""
+    cuts, flags = y.shape[1], dict[tuple[int, int], int]()
+    for e, (u, v, weight) in enumerate(problem.edges):
+        for s in range(cuts):
+            once = (e, -1) if problem.count == "edges" else (u, s)
+            if once not in flags:
+                flags[once] = len(cost)
+                cost.append(weight * problem.byte_weight)
+            crosses = [(y[v, s], 1.0), (y[u, s], -1.0), (flags[once], -1.0)]
+            if problem.count not in ("edges", "hops") and s + 1 < cuts:  # v stands at stage s + 1 itself
+                crosses.append((y[v, s + 1], -1.0))
+            rows.at_most(crosses, 0.0)
+
+
+def _balance(problem: StageProblem, y: Grid, rows: _Rows, cost: list[float]) -> None:
+    """The cap on the work of every stage, and a column for the largest of them where it is paid for."""
+    (size, cuts), total = y.shape, float(problem.work.sum())
+    largest = len(cost)
     if problem.bottleneck_weight > 0:
-        cost[largest] = problem.bottleneck_weight
-        columns += 1
-    total = float(problem.work.sum())
+        cost.append(problem.bottleneck_weight)
     for s in range(problem.stages):
         load = [(y[v, s - 1], float(problem.work[v])) for v in range(size)] if s else []
         load += [(y[v, s], -float(problem.work[v])) for v in range(size)] if s < cuts else []
@@ -200,35 +230,6 @@ def assign_stages(
             rows.at_most([(c, w / problem.cap) for c, w in load], (1 + 1e-9) - constant / problem.cap)
         if problem.bottleneck_weight > 0:
             rows.at_most([*load, (largest, -1.0)], -constant)
-    for banned in without:
-        ones = [(int(y[v, s]), -1.0 if s < banned[v] else 1.0) for v in range(size) for s in range(cuts)]
-        rows.at_most([(c, -w) for c, w in ones], float(sum(w < 0 for _, w in ones)) - 1.0)
-    objective_row = np.zeros(columns)
-    for column, weight in cost.items():
-        objective_row[column] = weight
-    scale = float(objective_row.max(initial=0.0)) / 1e3 or 1.0
-    upper = np.full(columns, np.inf)
-    upper[: size * cuts] = high
-    lower = np.zeros(columns)
-    lower[: size * cuts] = low
-    integrality = np.zeros(columns, dtype=np.int64)
-    integrality[: size * cuts] = 1
-    matrix = coo_array(rows.matrix(), shape=(rows.count, columns))
-    found = milp(
-        objective_row / scale,
-        integrality=integrality,
-        bounds=Bounds(lower, upper),
-        constraints=[LinearConstraint(matrix.tocsr(), rows.low, rows.high)],
-        options={"mip_rel_gap": relative_gap, "time_limit": math.inf if seconds is None else max(seconds, 0.05)},
-    )
-    if found.x is None:
-        proved = found.status == 2
-        why = "no staging keeps the cap on the work of a stage" if proved else "no staging was found in time"
-        return Staging(stage=None, objective=math.inf, bound=math.inf if proved else -math.inf, why=why)
-    stage = np.rint(found.x[: size * cuts]).astype(np.int64).reshape(size, cuts).sum(axis=1)
-    value = objective(problem, stage)
-    proof = found.mip_dual_bound
-    return Staging(stage=stage, objective=value, bound=value if proof is None else min(value, scale * float(proof)))
 
 
 class _Rows:
