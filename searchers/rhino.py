@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from simpart.configure import equal_layers, layer_calls, recompute_regions
-from simpart.errors import UnknownNameError, UserError
+from simpart.errors import ContradictionError, UnknownNameError, UserError
 from simpart.memory import ALLOCATOR_FACTOR
 from simpart.partition import check_plan
 from simpart.plan import Batch, OpSet, Plan, Stage
@@ -182,7 +182,7 @@ class _Search:
         for _ in range(ROUNDS):
             try:
                 model = self._model(setting, stage_of, spare)
-            except UnknownNameError:
+            except (ContradictionError, UnknownNameError):
                 raise
             except UserError as error:  # pins that this mesh or this micro-batch cannot keep
                 self.refused = self.refused or error

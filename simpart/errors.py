@@ -6,7 +6,8 @@ import difflib
 from collections.abc import Iterable
 
 __all__ = [
-    "FormatError", "Interrupted", "MismatchError", "ScheduleError", "UnknownNameError", "UnsupportedError", "UserError",
+    "ContradictionError", "FormatError", "Interrupted", "MismatchError", "ScheduleError", "UnknownNameError",
+    "UnsupportedError", "UserError",
 ]  # fmt: skip
 
 
@@ -27,6 +28,10 @@ class UnknownNameError(UserError):
         hint = f"did you mean {near[0]!r}? " if near else ""
         super().__init__(f"unknown {what} {name!r}; {hint}Known: {', '.join(names) or 'none'}")
         self.name = name
+
+
+class ContradictionError(UserError):
+    """Wishes of which only one can hold, whatever the plan."""
 
 
 class FormatError(UserError):

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from simpart.commands.search import search as search_command
-from simpart.errors import UserError
+from simpart.errors import ContradictionError, UserError
 from simpart.graph import Graph
 from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
@@ -157,6 +157,14 @@ def test_pins_that_contradict_one_another_are_named() -> None:
     result = search(problem, Rhino(pins=(("tp", pins),)), Budget(candidates=12))
     named = [why for why in result.infeasible if "without these pins" in why]
     assert named and add in named[0] and name in named[0] and gelu not in named[0]
+
+
+@pytest.mark.parametrize("first", ["h.0.mlp.fc.weight", "h.*.mlp.fc.weight"])
+def test_two_pins_of_one_tensor_that_differ_are_refused_by_name(first: str) -> None:
+    pins = (Pin("parameter", first, Shard(0)), Pin("parameter", "h.0.mlp.fc.weight", Shard(1)))
+    problem = problem_of(SMALL, "dgx-a100:1", 8, ONE_STAGE)
+    with pytest.raises(ContradictionError, match=r"h\.0\.mlp\.fc\.weight as S\(0\) and as S\(1\) on .*; keep one"):
+        search(problem, Rhino(pins=(("tp", pins),)), Budget(candidates=12))
 
 
 def test_the_few_plans_worth_running_differ_and_are_in_the_order_of_the_fine_grain() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import Literal
 
-from simpart.errors import UnknownNameError, UserError
+from simpart.errors import ContradictionError, UnknownNameError, UserError
 from simpart.graph import Graph, Source, named
 from simpart.placement import Halo, Placement, Shard, placement_from_text
 from simpart.sharding._regions import Wiring
@@ -60,10 +61,31 @@ def pinned(graph: Graph, wiring: Wiring, pins: Sequence[Pin], axis: str, size: i
                 kernels[k] = pin.placement
     for pin in pins:
         if pin not in used:
-            known = wiring.ids if pin.kind == "kernel" else [s.name for _, s in _sources(graph, wiring)
-                                                             if s.kind == pin.kind]  # fmt: skip
-            raise UnknownNameError(f"pinned {pin.kind}", pin.pattern, list(known)[:8])
+            _refuse_unused(graph, wiring, pins, pin, axis)
     return Pinned(values, kernels)
+
+
+def _refuse_unused(graph: Graph, wiring: Wiring, pins: Sequence[Pin], pin: Pin, axis: str) -> None:
+    """Raise UserError for a pin that names nothing, or only what an earlier one places otherwise."""
+    names: list[tuple[str, tuple[str, ...]]]
+    if pin.kind == "kernel":
+        names = [(name, (name,)) for name in wiring.ids]
+    else:
+        names = [(s.name, (s.name, *s.aliases)) for _, s in _sources(graph, wiring) if s.kind == pin.kind]
+
+    def places(by: Pin, spellings: Sequence[str]) -> bool:
+        return by.kind == pin.kind and any(n == by.pattern or fnmatchcase(n, by.pattern) for n in spellings)
+
+    name, spellings = next(((n, all_) for n, all_ in names if places(pin, all_)), ("", ()))
+    if not name:
+        near = get_close_matches(pin.pattern, [n for n, _ in names], 8, 0.0)
+        raise UnknownNameError(f"pinned {pin.kind}", pin.pattern, near)
+    earlier = next(p for p in pins if places(p, spellings))
+    if earlier.placement != pin.placement:
+        raise ContradictionError(
+            f"pins contradict one another: {earlier.pattern} and {pin.pattern} place {pin.kind} {name} as "
+            f"{earlier.placement} and as {pin.placement} on {axis}; keep one"
+        )
 
 
 def pins_from_text(texts: Sequence[str]) -> tuple[tuple[str, tuple[Pin, ...]], ...]:
