@@ -2,8 +2,8 @@
 
 _measurements, _adapters, _rules   the profile schema, files into it, cleaning
 _sheet, _tile, _attention, _memory, _families   the analytic cores
-_fitting, _boost, _training        what is learned
-_model, _artifact, _signatures, _compute        what predicts; numpy alone
+_fitting, _boost, _net, _training, _calibration   what is learned
+_blend, _model, _artifact, _signatures, _compute  what predicts; numpy alone
 """
 
 from simpart.costmodels.learned._compute import Learned, shipped_models

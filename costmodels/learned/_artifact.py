@@ -7,21 +7,24 @@ import io
 import json
 import zipfile
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from simpart.costmodels.learned._blend import Blend
 from simpart.costmodels.learned._boost import Boost
 from simpart.costmodels.learned._families import FAMILY_MODELS
 from simpart.costmodels.learned._model import STATUSES, FamilyModel
+from simpart.costmodels.learned._net import NET_PARTS, Net
 from simpart.costmodels.learned._sheet import NUMBERS, Sheet
 from simpart.errors import FormatError
 from simpart.files import dump_json, write_atomically, write_document
 
 __all__ = ["SHIPPED", "load_models", "save_models"]
 
-KIND, VERSION = "simpart-compute-models", 2
+KIND, VERSION = "simpart-compute-models", 3
 SHIPPED = Path(__file__).parent.parent / "artifacts" / "compute.npz"
 _BOOST = ("features", "thresholds", "leaves")
 
@@ -36,6 +39,8 @@ def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
             arrays[f"{name}.constants{i}"] = constants
         if model.boost is not None:
             arrays.update({f"{name}.{part}": getattr(model.boost, part) for part in _BOOST})
+        if model.net is not None:
+            arrays.update({f"{name}.net.{part}": getattr(model.net, part) for part in NET_PARTS})
         for i, boost in enumerate(model.alone.values()):
             arrays.update({f"{name}.alone{i}.{part}": getattr(boost, part) for part in _BOOST})
         described[name] = {
@@ -45,7 +50,8 @@ def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
             "domain": model.domain,
             "ops": model.ops,
             "alone": list(model.alone),
-            "weight": model.weight,
+            "net": model.net is not None,
+            "blend": asdict(model.blend),
             "offsets": model.offsets,
             "spreads": model.spreads,
             "facts": model.facts,
@@ -101,6 +107,10 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
     if len(constants) != len(family.variants) or any(len(c) != len(family.constants) for c in constants):
         raise ValueError(f"family {name} has another number of constants")
     boost = Boost(**{part: arrays[f"{name}.{part}"] for part in _BOOST}) if item["trees"] else None
+    net = Net(**{part: arrays[f"{name}.net.{part}"] for part in NET_PARTS}) if item["net"] else None
+    blend = Blend(**{share: float(value) for share, value in item["blend"].items()})
+    if blend.net and net is None:
+        raise ValueError(f"family {name} takes a net that is not there")
     alone = {
         device: Boost(**{part: arrays[f"{name}.alone{i}.{part}"] for part in _BOOST})
         for i, device in enumerate(item["alone"])
@@ -120,7 +130,8 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
         sheets=sheets,
         domain={k: (float(a), float(b)) for k, (a, b) in item["domain"].items()},
         ops=tuple(item["ops"]),
-        weight=float(item["weight"]),
+        net=net,
+        blend=blend,
         offsets=dict(item["offsets"]),
         spreads=spreads,
         facts=item["facts"],

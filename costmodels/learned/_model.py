@@ -1,12 +1,12 @@
-"""A fitted family: analytic core, residual trees, and how far both are to be trusted on a device.
+"""A fitted family: analytic core, residual trees and net, and how far each is to be trusted on a device.
 
-    seconds = analytic(constants, shape, data sheet) · exp(weight · residual)
+    seconds = analytic(constants, shape, data sheet) · exp(residual)
 
-Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; on a `new` one
-a share of the residual counts that did best on held-out devices, and between devices with stacked memory a quarter of
-what the nearest trained one scaled by the roofline says; a `far` one (peak or bandwidth FAR times beyond the trained
-range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere. A device
-that was trained on, or a sibling of it, also takes the trees that were grown for that one alone.
+Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; a `new` one
+gets the family's blend of core, trees, net and what the nearest trained device scaled by the roofline says (the last
+between devices with stacked memory only); a `far` one (peak or bandwidth FAR times beyond the trained range) gets the
+analytic core alone. What was trained on one kind of device never uses a residual elsewhere. A device that was trained
+on, or a sibling of it, also takes the trees that were grown for that one alone.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from simpart.costmodels.learned._blend import Blend, Parts
 from simpart.costmodels.learned._boost import Boost
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows
+from simpart.costmodels.learned._net import Net
 from simpart.costmodels.learned._sheet import Sheet, distance
 
 __all__ = [
-    "SIZES", "STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "one_kind", "size_of", "software_keys",
-    "stacked",
+    "DESCRIPTORS", "SIBLING", "SIZES", "STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "one_kind",
+    "size_of", "software_keys", "stacked",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -31,9 +33,9 @@ Names = np.ndarray[tuple[int], np.dtype[np.object_]]
 
 STATUSES = ("seen", "sibling", "new", "far")
 SIBLING = 0.5
+DESCRIPTORS = 5  # last columns of the features: numbers of the device
 _SAME = 0.01
 FAR = 2.5
-RATIO_SHARE = 0.25
 _STACKED = 10e9  # bytes/s per multiprocessor from which memory is stacked on the chip (HBM)
 _LEAST_FLOOR = 0.3  # of a measured floor that is not the work of the smallest kernel itself
 
@@ -67,7 +69,7 @@ class Prediction:
 class FamilyModel:
     """What `train` learns about a family. `domain` is (least, most) of each dim; `sheets` those of trained devices.
     `offsets`: software → regime → how much longer (in logs) it takes than the median software, on any device. `alone`
-    are trees grown on what `boost` leaves of one device.
+    are trees grown on what `boost` leaves of one device. `net` is there where the `blend` takes it.
     """
 
     family: str
@@ -77,7 +79,8 @@ class FamilyModel:
     domain: Mapping[str, tuple[float, float]]
     ops: tuple[str, ...] = ()
     alone: Mapping[str, Boost] = field(default_factory=dict)
-    weight: float = 0.5
+    net: Net | None = None
+    blend: Blend = field(default_factory=Blend)
     offsets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     spreads: Spreads = field(default_factory=lambda: _PRIOR_SPREADS)
     facts: Mapping[str, object] = field(default_factory=dict)
@@ -141,10 +144,7 @@ class FamilyModel:
         elif status == "far":
             logs = analytic
         else:
-            logs = analytic if one_kind(self.sheets) else analytic + self.weight * self.residual(rows, analytic)
-            like = self.nearest_stacked(sheet)
-            if like is not None:
-                logs = (1.0 - RATIO_SHARE) * logs + RATIO_SHARE * self._scaled_from(rows, self.sheets[like])
+            logs = self.blend.log_seconds(self.parts(rows, analytic, self.blend))
         logs = np.maximum(logs, np.log(family.bound_s(rows)))
         inside = np.ones(len(rows), dtype=bool)
         for name, (low, high) in self.domain.items():
@@ -173,11 +173,17 @@ class FamilyModel:
             return None
         return min(alike, key=lambda name: distance(self.sheets[name], sheet))
 
-    def lever(self, sheet: Sheet) -> float:
-        """How much of `weight` times the residual reaches the prediction of a new device."""
-        if one_kind(self.sheets):
-            return 0.0
-        return 1.0 if self.nearest_stacked(sheet) is None else 1.0 - RATIO_SHARE
+    def parts(self, rows: Rows, analytic: Floats, blend: Blend) -> Parts:
+        """What the parts that `blend` takes say about rows of a device not trained on, as far as it may use them."""
+        family, trees, net, ratio = FAMILY_MODELS[self.family], None, None, None
+        if (blend.trees or blend.net) and not one_kind(self.sheets):
+            columns = columns_of(family, rows, analytic, rows.sheet)
+            trees = self.boost.predict(columns) if blend.trees and self.boost is not None else None
+            net = self.net.predict(columns) if blend.net and self.net is not None else None
+        like = self.nearest_stacked(rows.sheet) if blend.ratio else None
+        if like is not None:
+            ratio = self._scaled_from(rows, self.sheets[like])
+        return Parts(core=analytic, trees=trees, net=net, ratio=ratio, bound=np.log(family.bound_s(rows)))
 
     def _scaled_from(self, rows: Rows, near: Sheet) -> Floats:
         """Log seconds as on a trained device, scaled by the roofline. It scales floors too, so that it errs low on a
@@ -217,6 +223,7 @@ def columns_of(
         np.log(like.l2_bytes / like.multiprocessors), np.log(like.peak / like.power_w),
     )  # fmt: skip
     work = family.features(rows, seconds)
+    assert len(device) == DESCRIPTORS
     found = np.empty((len(work) + len(device), len(rows)), dtype=np.float32)
     for place, values in enumerate((*work, *device)):
         found[place] = values

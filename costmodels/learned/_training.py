@@ -1,37 +1,32 @@
-"""Learning a family from measurements, and what its errors on held-out devices say about its spreads."""
+"""Learning a family from measurements: constants, trees, net, and the blend that does best on held-out devices."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, replace
 
 import numpy as np
 
+from simpart.costmodels.learned._blend import EVERY_PART, Blend, Score, choose, scores
 from simpart.costmodels.learned._boost import Boost, fit_boost
+from simpart.costmodels.learned._calibration import HeldOut, calibrated
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, op_codes, regime_of
 from simpart.costmodels.learned._fitting import fit_constants
 from simpart.costmodels.learned._measurements import Measurements, row_codes
-from simpart.costmodels.learned._model import (
-    SIZES,
-    STATUSES,
-    FamilyModel,
-    Spreads,
-    columns_of,
-    one_kind,
-    size_of,
-    software_keys,
-)
-from simpart.costmodels.learned._sheet import Sheet, sheet_of, stack_sheets
+from simpart.costmodels.learned._model import DESCRIPTORS, SIBLING, FamilyModel, columns_of, one_kind, software_keys
+from simpart.costmodels.learned._net import fit_net
+from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of, stack_sheets
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
 
-__all__ = ["HeldOut", "calibrated", "errors_on", "fit_family", "rows_of", "sheets_for", "train", "trainable"]
+__all__ = ["errors_on", "fit_family", "rows_of", "sheets_for", "train", "trainable", "without_slow"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Columns = np.ndarray[tuple[int, int], np.dtype[np.float32]]
 
+_LEAST_ROWS = 30
 _PER_DEVICE = 350  # rows that fit the constants
 _TREE_ROWS = 5000  # and the trees
 _PRIOR_SHARPENING = 3.0  # priors of constants are narrower than what devices scatter by,
@@ -44,11 +39,6 @@ _ALONE_TREES, _ALONE_ROWS = 250, 500
 _LEAST_TREES, _ROWS_PER_TREE = 40, 10
 _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
 _SOFTWARE_ROWS = 20
-WEIGHTS = (0.0, 0.5, 1.0)
-_SIBLINGS_SHARE = 2 / 3
-_FAR_WIDER = 1.2
-_LEAST_OF_PRIOR = 0.5
-_CLEARLY = 0.93
 _FASTEST_STEPS = 2  # kernels are not limited by arithmetic alone, so that one step falls short
 SLOW_FLOOR_S = 10e-6
 
@@ -75,16 +65,17 @@ def train(
     seed: int = 0,
     residual: bool = True,
     quick: bool = False,
+    net: bool = False,
     prior_sharpening: float | None = None,
 ) -> FamilyModel:
-    """Fit constants, then trees on what they leave. `table` has one row per shape and device, cleaned. `quick` grows
-    fewer trees, enough to choose and to calibrate by.
+    """Fit constants, then trees, and a `net` if wanted, on what they leave. `table` has one row per shape and device,
+    cleaned. `quick` grows fewer trees, enough to choose and to calibrate by.
 
     Raises UserError when there are fewer than 30 rows.
     """
     family = FAMILY_MODELS[table.family]
-    if len(table) < 30:
-        raise UserError(f"family {table.family}: at least 30 rows are needed to fit it, got {len(table)}")
+    if len(table) < _LEAST_ROWS:
+        raise UserError(f"family {table.family}: at least {_LEAST_ROWS} rows are needed to fit it, got {len(table)}")
     rng = np.random.default_rng(seed)
     sheets = sheets_for(table.devices(), family)
     core = table if family.core_rows is None else table.at(family.core_rows(table.dims))
@@ -122,7 +113,10 @@ def train(
     left = np.log(many.latency_s) - analytic
     boost = fit_boost(columns, left, weights, trees=trees, depth=size["depth"], rate=0.15, seed=seed)
     return replace(
-        model, boost=boost, alone={} if quick else _alone(many, columns, left - boost.predict(columns), seed)
+        model,
+        boost=boost,
+        net=fit_net(columns[:-DESCRIPTORS], left, weights, seed=seed) if net else None,
+        alone={} if quick else _alone(many, columns, left - boost.predict(columns), seed),
     )
 
 
@@ -170,22 +164,6 @@ def _sample(table: Measurements, most: int, rng: np.random.Generator) -> np.ndar
     return np.concatenate(chosen)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeldOut:
-    """Rows of a device that a model never saw: its status, log errors of the whole, and what the trees would add with
-    a weight of one, over what they did."""
-
-    status: str
-    size: Ints
-    error: Floats
-    gain: Floats
-    weight: float
-
-    def error_with(self, weight: float) -> Floats:
-        """Log errors had the residual counted with this weight."""
-        return self.error + (weight - self.weight) * self.gain if self.status == "new" else self.error
-
-
 Progress = Callable[[str], None]
 
 
@@ -208,33 +186,41 @@ def errors_on(model: FamilyModel, test: Measurements, device: str) -> HeldOut:
     """Errors of a model on rows of one device, software taken into account."""
     family = FAMILY_MODELS[model.family]
     rows = Rows(op=op_codes(test.op), dims=test.dims, sheet=sheets_for([device], family)[device])
-    truth = np.log(test.latency_s) - model.software_offset(test.software, regime_of(family, rows))
-    found = model.predict(rows, device)
+    status = model.status(device, rows.sheet)
     return HeldOut(
-        status=found.status,
-        size=size_of(found.log_seconds),
-        error=found.log_seconds - truth,
-        gain=model.lever(rows.sheet) * model.residual(rows, model.analytic(rows)),
-        weight=model.weight,
+        status=status,
+        truth=np.log(test.latency_s) - model.software_offset(test.software, regime_of(family, rows)),
+        log_seconds=model.predict(rows, device).log_seconds,
+        parts=model.parts(rows, model.analytic(rows), EVERY_PART) if status == "new" else None,
     )
 
 
 def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambda text: None) -> FamilyModel:
-    """Train on cleaned rows; weight and spreads from leaving out each device, and a fifth of the shapes, in turn.
+    """Train on cleaned rows; blend and spreads from leaving out each device, and a fifth of the shapes, in turn.
 
     Everything that is chosen is chosen within `table`: to judge it, hold a device out of the table first.
     """
     table = without_slow(table)
     learn, few = trainable(table), _thinned(table, _JUDGED_ROWS, seed)
     devices, held_out = learn.devices(), {}
+    blend, found = Blend(), list[Score]()
     if len(devices) >= 3:
-        for name in devices:
-            progress(f"{table.family}: without {name}")
-            model = train(learn.at(learn.device != name), seed=seed, quick=True)
-            model = replace(model, offsets=software_offsets(model, few.at(few.device != name)))
-            held_out[name] = errors_on(model, few.at(few.device == name), name)
+        new: dict[str, list[HeldOut]] = {}
+        for kind in _left_out(sheets_for(devices, FAMILY_MODELS[table.family])):
+            rest = learn.at(~_of(learn, kind))
+            if len(rest) < _LEAST_ROWS:
+                continue
+            progress(f"{table.family}: without {', '.join(kind)}")
+            model = train(rest, seed=seed, quick=True, net=True)
+            model = replace(model, offsets=software_offsets(model, few.at(~_of(few, kind))))
+            errors = {name: errors_on(model, few.at(few.device == name), name) for name in kind}
+            held_out.update(errors if len(kind) == 1 else {})
+            new[", ".join(kind)] = [one for one in errors.values() if one.parts is not None]
+        judged = {kind: [(h.parts, h.truth) for h in many if h.parts is not None] for kind, many in new.items() if many}
+        found = scores(judged, blend) if judged else []
+        blend = choose(found, blend) if found else blend
     progress(f"{table.family}: {len(learn)} shapes of {len(devices)} devices")
-    model = train(learn, seed=seed)
+    model = replace(train(learn, seed=seed, net=blend.net > 0), blend=blend)
     model = replace(model, offsets=software_offsets(model, few))
     shapes = row_codes([*learn.dims.values()])
     fold = np.random.default_rng(seed).permutation(int(shapes.max()) + 1)[shapes] % 5 == 0
@@ -246,7 +232,33 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
     scatter = software_scatter(model, few)
     facts = {**model.facts, "rows": len(table), "fingerprint": fingerprint(table)}
     facts["rows_by_device"] = {name: int((table.device == name).sum()) for name in table.devices()}
+    facts["blends"] = [_plain(score) for score in found]
     return calibrated(replace(model, facts=facts), held_out, scatter)
+
+
+def _left_out(sheets: Mapping[str, Sheet]) -> list[list[str]]:
+    """What is held out in turn: every device; and siblings together, where devices of more than one kind remain: with
+    one of them trained on the other is no new device."""
+    kinds: list[list[str]] = []
+    for name, sheet in sheets.items():
+        near = [kind for kind in kinds if any(distance(sheets[other], sheet) < SIBLING for other in kind)]
+        kinds = [kind for kind in kinds if kind not in near] + [[*(n for kind in near for n in kind), name]]
+    found = [[name] for name in sheets]
+    for kind in kinds:
+        rest = {name: sheet for name, sheet in sheets.items() if name not in kind}
+        if len(kind) > 1 and rest and not one_kind(rest):
+            found.append(kind)
+    return found
+
+
+def _of(table: Measurements, devices: list[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.isin(table.device.astype(str), devices)
+
+
+def _plain(score: Score) -> dict[str, object]:
+    """A score as plain numbers."""
+    by_kind = {kind: round(value, 4) for kind, value in score.by_kind.items()}
+    return {**asdict(score.blend), "mape": round(score.mape, 4), "held_out": by_kind}
 
 
 def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[str, float]]:
@@ -287,77 +299,3 @@ def _errors_by_software(model: FamilyModel, table: Measurements) -> Iterator[tup
 
 def _thinned(table: Measurements, most: int, seed: int) -> Measurements:
     return table.at(_sample(table, most, np.random.default_rng(seed + 1)))
-
-
-def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: float = 0.0) -> FamilyModel:
-    """The model with the weight of its residual and its spreads from errors on held-out devices.
-
-    Rows of a device share its bias, so a device is one observation, and a spread the root mean square over devices.
-    `scatter` is the least log-sd.
-    """
-    new = [h for h in held_out.values() if h.status == "new"]
-    weight = model.weight
-    if new:
-        scores = {w: np.mean([np.abs(np.expm1(h.error_with(w))).mean() for h in new]) for w in WEIGHTS}
-        best = min(WEIGHTS, key=lambda w: (scores[w], w))
-        if scores[best] < _CLEARLY * scores[weight]:  # few devices: what they chose by a hair says nothing
-            weight = best
-    errors_by_device = {}
-    for device, held in held_out.items():
-        error = held.error_with(weight)
-        errors_by_device[device] = {
-            "status": held.status, "rows": len(error), "mape": round(float(np.abs(np.expm1(error)).mean()), 4),
-            "median": round(float(np.median(np.abs(np.expm1(error)))), 4),
-            "bias": round(float(np.expm1(np.median(error))), 4),
-        }  # fmt: skip
-    found = {}
-    for status in STATUSES:
-        counting = _counting(status, held_out.values())
-        if counting:
-            found[status] = _pooled([(h.error_with(weight), h.size, share) for h, share in counting])
-    facts = {**model.facts, "held_out": errors_by_device}
-    return replace(model, weight=weight, spreads=_completed(found, model.spreads, scatter), facts=facts)
-
-
-def _counting(status: str, held_out: Iterable[HeldOut]) -> list[tuple[HeldOut, float]]:
-    """Held-out devices that speak for a status, and how much: new and far ones for both, siblings of others in part,
-    since few devices were ever held out."""
-    if status not in ("new", "far"):
-        return [(h, 1.0) for h in held_out if h.status == status]
-    shares = {"new": 1.0, "far": 1.0, "sibling": _SIBLINGS_SHARE}
-    found = [(h, shares[h.status]) for h in held_out if h.status in shares]
-    return found if any(share == 1.0 for _, share in found) else []
-
-
-def _pooled(held_out: Sequence[tuple[Floats, Ints, float]]) -> dict[str, tuple[float, float]]:
-    """Per size (shared, own) log-sd from (errors, sizes, share) of each device: mean squares over devices of median and
-    of 90 % quantile, that of the size and that of all rows counting equally."""
-    whole = sum(share for *_, share in held_out)
-    found = {}
-    for number, name in enumerate(SIZES):
-        total = shared = 0.0
-        for error, size, share in held_out:
-            every = float(np.quantile(np.abs(error), 0.9)) / _Z90
-            mine = error[size == number] if (size == number).sum() >= 30 else error
-            total += share / whole * 0.5 * (every**2 + (float(np.quantile(np.abs(mine), 0.9)) / _Z90) ** 2)
-            shared += share / whole * float(np.median(mine)) ** 2
-        shared = min(shared, 0.9 * total)
-        found[name] = (float(np.sqrt(shared)), float(np.sqrt(total - shared)))
-    return found
-
-
-def _completed(found: Mapping[str, Mapping[str, tuple[float, float]]], prior: Spreads, scatter: float) -> Spreads:
-    """Every status: measured ones at least half the prior, since few devices were seen; a status that no held-out
-    device had takes the prior, a far one that of a new one, wider."""
-    complete: dict[str, dict[str, tuple[float, float]]] = {}
-    for status in STATUSES:
-        source = found.get(status, prior[status])
-        wider = _FAR_WIDER if status == "far" and status in found else 1.0
-        complete[status] = {}
-        for name in SIZES:
-            shared, own = wider * source[name][0], wider * source[name][1]
-            least = max(scatter, _LEAST_OF_PRIOR * float(np.hypot(*prior[status][name])))
-            if np.hypot(shared, own) < least:
-                own = float(np.sqrt(least**2 - shared**2))
-            complete[status][name] = (shared, own)
-    return complete

@@ -6,6 +6,7 @@ import importlib
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,15 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
         module: Any = importlib.import_module("simpart.costmodels.learned._command")
         models, found = module.fit(kernels, output, wanted, seed, progress)
         files.update(found)
-        families.update({name: {"weight": model.weight, **model.facts} for name, model in models.items()})
+        for name, model in models.items():
+            families[name] = {"blend": asdict(model.blend), "told_by": model.blend.words(), **model.facts}
     if as_json:
         print_document(
             {"families": families, "files": files, "output": output, "timing": {"fit_s": time.monotonic() - start}}
         )
         return
     _print_errors(families)
+    _print_blends(families)
     _print_overheads(files)
     overheads: Any = importlib.import_module("simpart.costmodels.learned._overheads")
     words = overheads.host_words(overheads.shipped_overheads())
@@ -149,6 +152,24 @@ def _print_errors(families: dict[str, Any]) -> None:
                 name, device, row.get("status", ""), str(row["rows"]), f"{row['mape']:.1%}", f"{row['bias']:+.1%}"
             )
     Console(highlight=False, soft_wrap=True).print(table)
+
+
+def _print_blends(families: dict[str, Any]) -> None:
+    """Of every family that could choose: least mean error on new devices held out, by what the core was given."""
+    from rich.console import Console
+    from rich.table import Table
+
+    given = ("core", "trees", "net", "both")
+    table = Table("family", *given, "of held-out new devices; a new one is told by", box=None)
+    for name, facts in families.items():
+        if found := facts.get("blends"):
+            least: dict[str, float] = {}
+            for row in found:
+                sort = given[(row["trees"] > 0) + 2 * (row["net"] > 0)]
+                least[sort] = min(row["mape"], least.get(sort, row["mape"]))
+            table.add_row(name, *(f"{least[sort]:.1%}" if sort in least else "" for sort in given), facts["told_by"])
+    if table.row_count:
+        Console(highlight=False, soft_wrap=True).print(table)
 
 
 def _may_hold_kernels(source: Path) -> bool:
