@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from simpart.costmodels.learned._adapters import import_frame
+from simpart.costmodels.learned._artifact import _digest, load_models, save_models
 from simpart.costmodels.learned._blend import Blend, Parts, Score, choose, scores
 from simpart.costmodels.learned._boost import fit_boost
 from simpart.costmodels.learned._families import FAMILY_MODELS
 from simpart.costmodels.learned._net import NET_PARTS, fit_net, standardised
-from simpart.costmodels.learned._training import _left_out, sheets_for
+from simpart.costmodels.learned._training import _left_out, errors_on, fit_family, rows_of, sheets_for, train
+from simpart.errors import FormatError
+from tests.test_cli import simpart
+from tests.test_learned import frame
 
-pd = pytest.importorskip("pandas")
+pytest.importorskip("pandas")
 
 
 def columns_and_target(rows: int = 3000, seed: int = 0) -> tuple[Any, Any]:
@@ -123,3 +133,96 @@ def test_siblings_are_also_left_out_together() -> None:
     sheets = sheets_for(names, FAMILY_MODELS["gemm16"])
     assert _left_out(sheets) == [*([name] for name in names), ["H100-SXM-80GB", "H200-SXM-141GB"]]
     assert _left_out({name: sheets[name] for name in names[1:3]}) == [[name] for name in names[1:3]]
+
+
+def made_up(residual: Any) -> Any:
+    """Products of three new kinds of devices whose latencies are off the core's form by a function of the sizes."""
+    table = frame({"a100_sxm": 1.8, "h100_sxm": 1.8, "b200_sxm": 1.8, "l40s": 1.8}, 150)
+    table["latency_ms"] *= 2 * residual(table)
+    found = import_frame(table).tables[0]
+    known = found.device != "L40S"
+    return found.at(known), found.at(~known)
+
+
+def test_a_family_gets_the_net_where_it_is_clearly_better_on_held_out_devices(tmp_path: Path) -> None:
+    known, other = made_up(lambda t: (t.k / 1024) ** 0.4 * (t.n / 512) ** -0.4 * (t.m / 512) ** 0.3)
+    model = fit_family(known)
+    assert model.blend.net > 0 and model.net is not None
+    given: Any = model.facts["blends"]
+    least = {bool(row["net"]): min(r["mape"] for r in given if bool(r["net"]) == bool(row["net"])) for row in given}
+    assert least[True] < 0.93 * least[False]
+    usual = replace(model, blend=Blend())
+    chosen, default = (np.abs(np.expm1(errors_on(m, other, "L40S").error)).mean() for m in (model, usual))
+    assert chosen < default  # of a device that had no part in the choice
+    save_models(tmp_path / "x.npz", {"gemm16": model})
+    read = load_models(tmp_path / "x.npz")["gemm16"]
+    sheets = sheets_for(["L40S"], FAMILY_MODELS["gemm16"])
+    rows = replace(rows_of(other, sheets), sheet=sheets["L40S"])
+    assert read.blend == model.blend
+    assert read.predict(rows, "L40S").log_seconds.tolist() == model.predict(rows, "L40S").log_seconds.tolist()
+
+
+def test_a_family_keeps_the_trees_where_the_net_is_not_clearly_better() -> None:
+    known, _ = made_up(lambda t: np.where(t.n % 256 == 0, 1.8, 1.0) * np.where(t.k > 512, 0.7, 1.3))
+    model = fit_family(known)
+    assert model.blend.net == 0 and model.blend.trees > 0 and model.net is None
+
+
+# --- the file ---------------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module")
+def with_net() -> Any:
+    table = import_frame(frame({"a100_sxm": 1.5, "l40s": 1.5}, 60)).tables[0]
+    return replace(train(table, quick=True, net=True), blend=Blend(trees=0.0, net=1.0))
+
+
+def rewritten(source: Path, goal: Path, change: Any) -> None:
+    """The file with other arrays and header, the digest as they want it."""
+    with np.load(source) as file:
+        arrays = {name: file[name] for name in file.files}
+    header = json.loads(arrays.pop("header").tobytes())
+    change(arrays, header)
+    header["digest"] = _digest(arrays)
+    np.savez(goal, header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda arrays, header: arrays.update({"gemm16.net.first": arrays["gemm16.net.first"][:, :-1]}),
+        lambda arrays, header: arrays.update({"gemm16.net.middle": arrays["gemm16.net.middle"] * np.float32("nan")}),
+        lambda arrays, header: arrays.update({"gemm16.net.last": arrays["gemm16.net.last"].astype(np.float64)}),
+        lambda arrays, header: arrays.pop("gemm16.net.last_bias"),
+        lambda arrays, header: header["families"]["gemm16"].update(net=False),
+        lambda arrays, header: header["families"]["gemm16"].update(blend={"trees": 2.0, "net": 0.0, "ratio": 0.0}),
+        lambda arrays, header: header["families"]["gemm16"].update(blend={"forest": 1.0}),
+    ],
+)
+def test_arrays_and_shares_that_do_not_fit_are_refused_in_one_line(change: Any, with_net: Any, tmp_path: Path) -> None:
+    save_models(tmp_path / "good.npz", {"gemm16": with_net})
+    rewritten(tmp_path / "good.npz", tmp_path / "bad.npz", change)
+    with pytest.raises(FormatError, match=r"bad\.npz.*simpart fit") as caught:
+        load_models(tmp_path / "bad.npz")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_model_with_a_net_reads_and_predicts_without_torch(with_net: Any, tmp_path: Path) -> None:
+    save_models(tmp_path / "x.npz", {"gemm16": with_net})
+    code = (
+        "import sys; from pathlib import Path; from simpart.costmodels.learned import Learned;"
+        "from simpart.cost import Signature, SignatureTable, TensorForm; from simpart.hardware import load_device;"
+        "f = TensorForm((64, 64), 'bfloat16', (0, 1)); s = Signature('aten.mm.default', (f, f), (f,));"
+        "model = Learned(path=Path(sys.argv[1]));"
+        "print(model.estimate(SignatureTable((s,)), load_device('t4')).mean_s[0] > 0, 'torch' in sys.modules)"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "x.npz")]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() == ["True", "False"]
+
+
+def test_fit_prints_what_it_chose_from(tmp_path: Path) -> None:
+    path, output = tmp_path / "x.csv", str(tmp_path / "x.npz")
+    frame({"a100_sxm": 1.8, "b200_sxm": 1.8, "l40s": 1.8}, 40).to_csv(path, index=False)
+    text = simpart("fit", str(path), "-o", output)
+    assert text.status == 0 and "what a new one is told by" in text.out and "core + " in text.out
+    found = json.loads(simpart("fit", str(path), "-o", output, "--json").out)["families"]["gemm16"]
+    assert set(found["blends"][0]) == {"trees", "net", "ratio", "mape", "held_out"}
+    assert found["told_by"] == Blend(**found["blend"]).words()

@@ -31,6 +31,11 @@ class HeldOut:
     log_seconds: Floats
     parts: Parts | None
 
+    @property
+    def error(self) -> Floats:
+        """Log of predicted over measured seconds, by the model as it is."""
+        return self.log_seconds - self.truth
+
     def told(self, blend: Blend) -> Floats:
         """Log seconds had the model this blend."""
         return self.log_seconds if self.parts is None else blend.log_seconds(self.parts)

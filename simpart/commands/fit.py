@@ -160,7 +160,7 @@ def _print_blends(families: dict[str, Any]) -> None:
     from rich.table import Table
 
     given = ("core", "trees", "net", "both")
-    table = Table("family", *given, "of held-out new devices; a new one is told by", box=None)
+    table = Table("family", *given, "told by", box=None)
     for name, facts in families.items():
         if found := facts.get("blends"):
             least: dict[str, float] = {}
@@ -169,6 +169,7 @@ def _print_blends(families: dict[str, Any]) -> None:
                 least[sort] = min(row["mape"], least.get(sort, row["mape"]))
             table.add_row(name, *(f"{least[sort]:.1%}" if sort in least else "" for sort in given), facts["told_by"])
     if table.row_count:
+        click.echo("new devices held out, told by the best blend of each sort, and what a new one is told by:")
         Console(highlight=False, soft_wrap=True).print(table)
 
 
