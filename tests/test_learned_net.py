@@ -17,6 +17,7 @@ from simpart.costmodels.learned._artifact import _digest, load_models, save_mode
 from simpart.costmodels.learned._blend import Blend, Parts, Score, choose, scores
 from simpart.costmodels.learned._boost import fit_boost
 from simpart.costmodels.learned._families import FAMILY_MODELS
+from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._net import NET_PARTS, fit_net, standardised
 from simpart.costmodels.learned._training import _left_out, errors_on, fit_family, rows_of, sheets_for, train
 from simpart.errors import FormatError
@@ -168,6 +169,15 @@ def test_a_family_keeps_the_trees_where_the_net_is_not_clearly_better() -> None:
     assert model.blend.net == 0 and model.blend.trees > 0 and model.net is None
 
 
+def test_rows_that_the_core_is_not_fitted_on_have_a_blend_of_their_own() -> None:
+    sizes = FAMILY_MODELS["attention16"].smallest
+    dims = {name: np.array([value, value]) for name, value in sizes.items()} | {"seq": np.array([64.0, 8.0])}
+    model = FamilyModel(family="attention16", constants=(), boost=None, sheets={}, domain={},
+                        blend=Blend(trees=1.0, ratio=0.0), beside=Blend(trees=0.0, ratio=0.0))  # fmt: skip
+    given = Parts(core=np.zeros(2), trees=np.ones(2), net=None, ratio=None, bound=np.full(2, -9.0))
+    assert model.blended(given, dims).tolist() == [1.0, 0.0]
+
+
 # --- the file ---------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def with_net() -> Any:
@@ -194,7 +204,7 @@ def rewritten(source: Path, goal: Path, change: Any) -> None:
         lambda arrays, header: arrays.pop("gemm16.net.last_bias"),
         lambda arrays, header: header["families"]["gemm16"].update(net=False),
         lambda arrays, header: header["families"]["gemm16"].update(blend={"trees": 2.0, "net": 0.0, "ratio": 0.0}),
-        lambda arrays, header: header["families"]["gemm16"].update(blend={"forest": 1.0}),
+        lambda arrays, header: header["families"]["gemm16"].update(beside={"forest": 1.0}),
     ],
 )
 def test_arrays_and_shares_that_do_not_fit_are_refused_in_one_line(change: Any, with_net: Any, tmp_path: Path) -> None:

@@ -52,6 +52,7 @@ def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
             "alone": list(model.alone),
             "net": model.net is not None,
             "blend": asdict(model.blend),
+            "beside": asdict(model.beside),
             "offsets": model.offsets,
             "spreads": model.spreads,
             "facts": model.facts,
@@ -108,8 +109,10 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
         raise ValueError(f"family {name} has another number of constants")
     boost = Boost(**{part: arrays[f"{name}.{part}"] for part in _BOOST}) if item["trees"] else None
     net = Net(**{part: arrays[f"{name}.net.{part}"] for part in NET_PARTS}) if item["net"] else None
-    blend = Blend(**{share: float(value) for share, value in item["blend"].items()})
-    if blend.net and net is None:
+    blend, beside = (
+        Blend(**{share: float(value) for share, value in item[which].items()}) for which in ("blend", "beside")
+    )
+    if (blend.net or beside.net) and net is None:
         raise ValueError(f"family {name} takes a net that is not there")
     alone = {
         device: Boost(**{part: arrays[f"{name}.alone{i}.{part}"] for part in _BOOST})
@@ -132,6 +135,7 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
         ops=tuple(item["ops"]),
         net=net,
         blend=blend,
+        beside=beside,
         offsets=dict(item["offsets"]),
         spreads=spreads,
         facts=item["facts"],

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import product
 
 import numpy as np
 
-__all__ = ["EVERY_PART", "Blend", "Judged", "Parts", "Score", "choose", "scores"]
+__all__ = ["PARTS", "Blend", "Judged", "Parts", "Score", "choose", "scores"]
 
+Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
+PARTS = frozenset({"trees", "net", "ratio"})
 _CLEARLY = 0.93  # of the other's error, in the mean over the kinds of devices
 
 
@@ -26,6 +28,11 @@ class Parts:
     net: Floats | None
     ratio: Floats | None
     bound: Floats
+
+    def at(self, rows: Bools) -> Parts:
+        """Some of the rows."""
+        trees, net, ratio = (None if part is None else part[rows] for part in (self.trees, self.net, self.ratio))
+        return Parts(core=self.core[rows], trees=trees, net=net, ratio=ratio, bound=self.bound[rows])
 
 
 Judged = tuple[Parts, Floats]
@@ -59,6 +66,10 @@ class Blend:
             found = (1.0 - self.ratio) * found + self.ratio * parts.ratio
         return np.maximum(found, parts.bound)
 
+    def takes(self) -> frozenset[str]:
+        """The parts that count something."""
+        return frozenset(name for name in PARTS if getattr(self, name))
+
     def words(self) -> str:
         """In words, as `core + 0.5 trees, 0.25 ratio`."""
         residual = "".join(
@@ -67,7 +78,6 @@ class Blend:
         return f"core{residual}" + (f", {self.ratio:g} ratio" if self.ratio else "")
 
 
-EVERY_PART = Blend(trees=0.5, net=0.5, ratio=0.5)
 _RESIDUALS = ((0.0, 0.0), (0.5, 0.0), (1.0, 0.0), (0.0, 0.5), (0.0, 1.0), (0.25, 0.25), (0.5, 0.5))
 _RATIOS = (0.0, 0.25, 0.5)
 
@@ -79,6 +89,11 @@ class Score:
     blend: Blend
     mape: float
     by_kind: Mapping[str, float]
+
+    def plain(self) -> dict[str, object]:
+        """As numbers for a file."""
+        by_kind = {kind: round(value, 4) for kind, value in self.by_kind.items()}
+        return {**asdict(self.blend), "mape": round(self.mape, 4), "held_out": by_kind}
 
 
 def scores(held_out: Mapping[str, Sequence[Judged]], default: Blend) -> list[Score]:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from simpart.costmodels.learned._blend import Blend, Parts
+from simpart.costmodels.learned._blend import Parts
+from simpart.costmodels.learned._families import Dims
 from simpart.costmodels.learned._model import SIZES, STATUSES, FamilyModel, Spreads, size_of
 
 __all__ = ["HeldOut", "calibrated"]
@@ -23,10 +24,11 @@ _LEAST_OF_PRIOR = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldOut:
-    """Rows of a device that a model never saw: its status, logs of measured and predicted seconds, and of a new device
-    what each part says."""
+    """Rows of a device that a model never saw: its status, their sizes, logs of measured and predicted seconds, and
+    what each part says of a new device."""
 
     status: str
+    dims: Dims
     truth: Floats
     log_seconds: Floats
     parts: Parts | None
@@ -36,20 +38,20 @@ class HeldOut:
         """Log of predicted over measured seconds, by the model as it is."""
         return self.log_seconds - self.truth
 
-    def told(self, blend: Blend) -> Floats:
-        """Log seconds had the model this blend."""
-        return self.log_seconds if self.parts is None else blend.log_seconds(self.parts)
+    def told(self, model: FamilyModel) -> Floats:
+        """Log seconds with the blends of another model of the family."""
+        return self.log_seconds if self.parts is None else model.blended(self.parts, self.dims)
 
 
 def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: float = 0.0) -> FamilyModel:
-    """The model with its spreads from errors on held-out devices, told by its own blend.
+    """The model with its spreads from errors on held-out devices, told by its own blends.
 
     Rows of a device share its bias, so a device is one observation, and a spread the root mean square over devices.
     `scatter` is the least log-sd.
     """
     errors_by_device = {}
     for device, held in held_out.items():
-        error = held.told(model.blend) - held.truth
+        error = held.told(model) - held.truth
         errors_by_device[device] = {
             "status": held.status, "rows": len(error), "mape": round(float(np.abs(np.expm1(error)).mean()), 4),
             "median": round(float(np.median(np.abs(np.expm1(error)))), 4),
@@ -59,7 +61,7 @@ def calibrated(model: FamilyModel, held_out: Mapping[str, HeldOut], scatter: flo
     for status in STATUSES:
         counting = _counting(status, held_out.values())
         if counting:
-            told = [(held, held.told(model.blend), share) for held, share in counting]
+            told = [(held, held.told(model), share) for held, share in counting]
             found[status] = _pooled([(logs - held.truth, size_of(logs), share) for held, logs, share in told])
     facts = {**model.facts, "held_out": errors_by_device}
     return replace(model, spreads=_completed(found, model.spreads, scatter), facts=facts)

@@ -31,7 +31,7 @@ from simpart.costmodels.learned._memory import MEMORY_OPS, memory_constants, mem
 from simpart.costmodels.learned._sheet import Sheet
 from simpart.costmodels.learned._tile import TILE_CONSTANTS, product_bound_s, product_features, tile_seconds
 
-__all__ = ["FAMILY_MODELS", "REGIMES", "Family", "Rows", "op_codes", "regime_of"]
+__all__ = ["FAMILY_MODELS", "REGIMES", "Dims", "Family", "Rows", "op_codes", "regime_of"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]

@@ -11,14 +11,14 @@ on, or a sibling of it, also takes the trees that were grown for that one alone.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from simpart.costmodels.learned._blend import Blend, Parts
 from simpart.costmodels.learned._boost import Boost
-from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows
+from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Dims, Family, Rows
 from simpart.costmodels.learned._net import Net
 from simpart.costmodels.learned._sheet import Sheet, distance
 
@@ -69,7 +69,8 @@ class Prediction:
 class FamilyModel:
     """What `train` learns about a family. `domain` is (least, most) of each dim; `sheets` those of trained devices.
     `offsets`: software → regime → how much longer (in logs) it takes than the median software, on any device. `alone`
-    are trees grown on what `boost` leaves of one device. `net` is there where the `blend` takes it.
+    are trees grown on what `boost` leaves of one device. `net` is there where a blend takes it:
+    `blend` for rows as the constants were fitted on, `beside` for others (the family's `core_rows`).
     """
 
     family: str
@@ -81,6 +82,7 @@ class FamilyModel:
     alone: Mapping[str, Boost] = field(default_factory=dict)
     net: Net | None = None
     blend: Blend = field(default_factory=Blend)
+    beside: Blend = field(default_factory=Blend)
     offsets: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     spreads: Spreads = field(default_factory=lambda: _PRIOR_SPREADS)
     facts: Mapping[str, object] = field(default_factory=dict)
@@ -144,7 +146,7 @@ class FamilyModel:
         elif status == "far":
             logs = analytic
         else:
-            logs = self.blend.log_seconds(self.parts(rows, analytic, self.blend))
+            logs = self.blended(self.parts(rows, analytic, self.blend.takes() | self.beside.takes()), rows.dims)
         logs = np.maximum(logs, np.log(family.bound_s(rows)))
         inside = np.ones(len(rows), dtype=bool)
         for name, (low, high) in self.domain.items():
@@ -173,14 +175,21 @@ class FamilyModel:
             return None
         return min(alike, key=lambda name: distance(self.sheets[name], sheet))
 
-    def parts(self, rows: Rows, analytic: Floats, blend: Blend) -> Parts:
-        """What the parts that `blend` takes say about rows of a device not trained on, as far as it may use them."""
+    def blended(self, parts: Parts, dims: Dims) -> Floats:
+        """Log seconds of rows with these sizes on a new device, by what the parts say of them."""
+        found, core_rows = self.blend.log_seconds(parts), FAMILY_MODELS[self.family].core_rows
+        if core_rows is None or self.beside == self.blend:
+            return found
+        return np.where(core_rows(dims), found, self.beside.log_seconds(parts))
+
+    def parts(self, rows: Rows, analytic: Floats, wanted: Set[str]) -> Parts:
+        """What the `wanted` parts say about rows of a device not trained on, as far as it may use them."""
         family, trees, net, ratio = FAMILY_MODELS[self.family], None, None, None
-        if (blend.trees or blend.net) and not one_kind(self.sheets):
+        if wanted & {"trees", "net"} and not one_kind(self.sheets):
             columns = columns_of(family, rows, analytic, rows.sheet)
-            trees = self.boost.predict(columns) if blend.trees and self.boost is not None else None
-            net = self.net.predict(columns) if blend.net and self.net is not None else None
-        like = self.nearest_stacked(rows.sheet) if blend.ratio else None
+            trees = self.boost.predict(columns) if "trees" in wanted and self.boost is not None else None
+            net = self.net.predict(columns) if "net" in wanted and self.net is not None else None
+        like = self.nearest_stacked(rows.sheet) if "ratio" in wanted else None
         if like is not None:
             ratio = self._scaled_from(rows, self.sheets[like])
         return Parts(core=analytic, trees=trees, net=net, ratio=ratio, bound=np.log(family.bound_s(rows)))

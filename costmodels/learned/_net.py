@@ -9,6 +9,7 @@ regularization" (2019).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +99,7 @@ def fit_net(columns: Matrix, target: Floats, weights: Floats, *, seed: int = 0, 
             order = torch.from_numpy(rng.permutation(len(target)))
             for at in batches:
                 rows = order[at : at + _BATCH]
-                error = torch_output(layers, biases, x[rows]) - y[rows]
+                error = _output(layers, biases, x[rows]) - y[rows]
                 loss = (torch.sqrt(error * error + _SMOOTHING**2) * w[rows]).mean()
                 optimizer.zero_grad()
                 loss.backward()
@@ -110,7 +111,7 @@ def fit_net(columns: Matrix, target: Floats, weights: Floats, *, seed: int = 0, 
     return Net(**dict(zip(NET_PARTS, (middle, scale, *values), strict=True)))
 
 
-def torch_output(layers, biases, inputs):  # type: ignore[no-untyped-def]
+def _output(layers: list[Any], biases: list[Any], inputs: Any) -> Any:
     """The net in torch, of standardised rows."""
     import torch
 

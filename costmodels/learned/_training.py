@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 
-from simpart.costmodels.learned._blend import EVERY_PART, Blend, Score, choose, scores
+from simpart.costmodels.learned._blend import PARTS, Blend, Judged, Score, choose, scores
 from simpart.costmodels.learned._boost import Boost, fit_boost
 from simpart.costmodels.learned._calibration import HeldOut, calibrated
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family, Rows, op_codes, regime_of
@@ -191,7 +191,8 @@ def errors_on(model: FamilyModel, test: Measurements, device: str) -> HeldOut:
         status=status,
         truth=np.log(test.latency_s) - model.software_offset(test.software, regime_of(family, rows)),
         log_seconds=model.predict(rows, device).log_seconds,
-        parts=model.parts(rows, model.analytic(rows), EVERY_PART) if status == "new" else None,
+        dims=rows.dims,
+        parts=model.parts(rows, model.analytic(rows), PARTS) if status == "new" else None,
     )
 
 
@@ -203,9 +204,8 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
     table = without_slow(table)
     learn, few = trainable(table), _thinned(table, _JUDGED_ROWS, seed)
     devices, held_out = learn.devices(), {}
-    blend, found = Blend(), list[Score]()
+    new: dict[str, list[HeldOut]] = {}
     if len(devices) >= 3:
-        new: dict[str, list[HeldOut]] = {}
         for kind in _left_out(sheets_for(devices, FAMILY_MODELS[table.family])):
             rest = learn.at(~_of(learn, kind))
             if len(rest) < _LEAST_ROWS:
@@ -215,13 +215,12 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
             model = replace(model, offsets=software_offsets(model, few.at(~_of(few, kind))))
             errors = {name: errors_on(model, few.at(few.device == name), name) for name in kind}
             held_out.update(errors if len(kind) == 1 else {})
-            new[", ".join(kind)] = [one for one in errors.values() if one.parts is not None]
-        judged = {kind: [(h.parts, h.truth) for h in many if h.parts is not None] for kind, many in new.items() if many}
-        found = scores(judged, blend) if judged else []
-        blend = choose(found, blend) if found else blend
+            new[", ".join(kind)] = [*errors.values()]
+    found, beside = (_scores(FAMILY_MODELS[table.family], new, core=core) for core in (True, False))
+    blends = [choose(given, Blend()) if given else Blend() for given in (found, beside)]
     progress(f"{table.family}: {len(learn)} shapes of {len(devices)} devices")
-    model = replace(train(learn, seed=seed, net=blend.net > 0), blend=blend)
-    model = replace(model, offsets=software_offsets(model, few))
+    model = train(learn, seed=seed, net=any(blend.net for blend in blends))
+    model = replace(model, blend=blends[0], beside=blends[1], offsets=software_offsets(model, few))
     shapes = row_codes([*learn.dims.values()])
     fold = np.random.default_rng(seed).permutation(int(shapes.max()) + 1)[shapes] % 5 == 0
     known = train(learn.at(~fold), seed=seed)
@@ -232,8 +231,21 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
     scatter = software_scatter(model, few)
     facts = {**model.facts, "rows": len(table), "fingerprint": fingerprint(table)}
     facts["rows_by_device"] = {name: int((table.device == name).sum()) for name in table.devices()}
-    facts["blends"] = [_plain(score) for score in found]
+    facts["blends"], facts["blends_beside"] = [s.plain() for s in found], [s.plain() for s in beside]
     return calibrated(replace(model, facts=facts), held_out, scatter)
+
+
+def _scores(family: Family, held_out: Mapping[str, list[HeldOut]], *, core: bool) -> list[Score]:
+    """Of every blend, on new devices held out by kind: of rows as the constants are fitted on, or of the others. Empty
+    where there are none."""
+    judged: dict[str, list[Judged]] = {}
+    for kind, held in held_out.items():
+        for one in held:
+            mask = np.ones(len(one.truth), dtype=bool) if family.core_rows is None else family.core_rows(one.dims)
+            mask = mask if core else ~mask
+            if one.parts is not None and mask.any():
+                judged.setdefault(kind, []).append((one.parts.at(mask), one.truth[mask]))
+    return scores(judged, Blend()) if judged else []
 
 
 def _left_out(sheets: Mapping[str, Sheet]) -> list[list[str]]:
@@ -253,12 +265,6 @@ def _left_out(sheets: Mapping[str, Sheet]) -> list[list[str]]:
 
 def _of(table: Measurements, devices: list[str]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
     return np.isin(table.device.astype(str), devices)
-
-
-def _plain(score: Score) -> dict[str, object]:
-    """A score as plain numbers."""
-    by_kind = {kind: round(value, 4) for kind, value in score.by_kind.items()}
-    return {**asdict(score.blend), "mape": round(score.mape, 4), "held_out": by_kind}
 
 
 def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[str, float]]:

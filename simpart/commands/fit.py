@@ -75,7 +75,9 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
         models, found = module.fit(kernels, output, wanted, seed, progress)
         files.update(found)
         for name, model in models.items():
-            families[name] = {"blend": asdict(model.blend), "told_by": model.blend.words(), **model.facts}
+            blends = {"blend": asdict(model.blend), "beside": asdict(model.beside)}
+            told = {"told_by": model.blend.words(), "beside_told_by": model.beside.words()}
+            families[name] = {**blends, **told, **model.facts}
     if as_json:
         print_document(
             {"families": families, "files": files, "output": output, "timing": {"fit_s": time.monotonic() - start}}
@@ -162,12 +164,13 @@ def _print_blends(families: dict[str, Any]) -> None:
     given = ("core", "trees", "net", "both")
     table = Table("family", *given, "told by", box=None)
     for name, facts in families.items():
-        if found := facts.get("blends"):
+        for title, which, told in ((name, "blends", "told_by"), (f"{name}, short", "blends_beside", "beside_told_by")):
             least: dict[str, float] = {}
-            for row in found:
+            for row in facts.get(which, ()):
                 sort = given[(row["trees"] > 0) + 2 * (row["net"] > 0)]
                 least[sort] = min(row["mape"], least.get(sort, row["mape"]))
-            table.add_row(name, *(f"{least[sort]:.1%}" if sort in least else "" for sort in given), facts["told_by"])
+            if least:
+                table.add_row(title, *(f"{least[sort]:.1%}" if sort in least else "" for sort in given), facts[told])
     if table.row_count:
         click.echo("new devices held out, told by the best blend of each sort, and what a new one is told by:")
         Console(highlight=False, soft_wrap=True).print(table)
