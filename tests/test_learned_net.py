@@ -120,6 +120,8 @@ def test_only_what_is_clearly_better_on_every_kind_takes_the_place_of_the_defaul
     assert choose([default, better], Blend()) == better.blend
     assert choose([default, by_a_hair], Blend()) == Blend()
     assert choose([default, on_one], Blend()) == Blend()
+    alone = [replace(one, by_kind={"a": one.by_kind["a"]}) for one in (default, better)]
+    assert choose(alone, Blend()) == Blend()
 
 
 def test_a_net_must_be_clearly_better_than_all_that_goes_without() -> None:

@@ -13,6 +13,7 @@ __all__ = ["PARTS", "Blend", "Judged", "Parts", "Score", "choose", "scores"]
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
+_LEAST_KINDS = 2
 PARTS = frozenset({"trees", "net", "ratio"})
 _CLEARLY = 0.93  # of the other's error, in the mean over the kinds of devices
 
@@ -99,9 +100,9 @@ class Score:
 def scores(held_out: Mapping[str, Sequence[Judged]], default: Blend) -> list[Score]:
     """Every blend of coarse shares on devices held out, by kind: siblings are one observation. A part that none of them
     may use keeps its share of the default."""
-    rows = [parts for kind in held_out.values() for parts, _ in kind]
-    learned = any(parts.trees is not None for parts in rows)
-    scaled = any(parts.ratio is not None for parts in rows)
+    every = [parts for kind in held_out.values() for parts, _ in kind]
+    learned = any(parts.trees is not None for parts in every)
+    scaled = any(parts.ratio is not None for parts in every)
     residuals = _RESIDUALS if learned else ((default.trees, default.net),)
     found = []
     for (trees, net), ratio in product(residuals, _RATIOS if scaled else (default.ratio,)):
@@ -113,8 +114,10 @@ def scores(held_out: Mapping[str, Sequence[Judged]], default: Blend) -> list[Sco
 
 def choose(found: Sequence[Score], default: Blend) -> Blend:
     """The best blend where it is clearly better than the default; one with the net only where it is clearly better than
-    all without. Few devices were held out, so what they choose by a hair, or against one of them, says nothing."""
+    all without. Few devices were held out, so what one chooses, or several by a hair or against one, says nothing."""
     chosen = next(score for score in found if score.blend == default)
+    if len(chosen.by_kind) < _LEAST_KINDS:
+        return default
     plain = min((score for score in found if not score.blend.net), key=lambda score: score.mape)
     if _clearly_better(plain, chosen):
         chosen = plain
