@@ -102,6 +102,11 @@ def test_every_part_of_the_core_has_a_layer(root: Path) -> None:
     assert parts | modules == {name for name in RANK if "." not in name}
 
 
+def test_the_map_names_every_part(root: Path) -> None:
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [name for name in RANK if "." not in name and f"`{name}/`" not in text and f"`{name}.py`" not in text] == []
+
+
 def test_no_two_packages_of_the_core_import_each_other(root: Path) -> None:
     """Directly or through others, at their heads or inside functions: CycleError names the cycle."""
     uses: dict[str, set[str]] = {}
