@@ -94,9 +94,10 @@ class ActionCosts:
             if kind == "F":
                 priced.append((moving(copies, device), 1.0))
                 launches += len(layout.sent[s])
+            spread = problem.costs.launch_spread(problem.mode)
             host_s = launches * problem.costs.launch_s(problem.mode, device)
             waiting_s = host_s - seconds - sum(row.seconds * times for row, times in priced)
-            waiting = waiting_for_host(waiting_s, device, problem.costs.launch_log_sd) if waiting_s > 0 else None
+            waiting = waiting_for_host(waiting_s, device, spread) if waiting_s > 0 else None
             costs.append(
                 class_cost(
                     f"{device.name} {'F' if kind == 'F' else 'B'}",

@@ -138,7 +138,8 @@ def test_default_costs_know_hosts_of_gpus_only() -> None:
 
 def test_a_shipped_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "overheads.json"
-    content = {"eager_launch_s": -1.0, "compiled_launch_s": None, "step_overhead_s": 0.0, "launch_log_sd": 0.5}
+    content = {"eager_launch_s": -1.0, "compiled_launch_s": None, "step_overhead_s": 0.0, "launch_log_sd": 0.5,
+               "known_log_sd": 0.2}  # fmt: skip
     write_document(path, _overheads.KIND, _overheads.VERSION, content)
     monkeypatch.setattr(_overheads, "SHIPPED_OVERHEADS", path)
     shipped_overheads.cache_clear()

@@ -26,7 +26,7 @@ __all__ = [
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
-KIND, VERSION = "simpart-overheads", 1
+KIND, VERSION = "simpart-overheads", 2
 SHIPPED_OVERHEADS = Path(__file__).parent.parent / "artifacts" / "overheads.json"
 GRID_S: Floats = np.array([0.0, *np.geomspace(2e-6, 500e-6, 48)])
 """Seconds per launch at which steps are simulated; in between they are nearly straight."""
@@ -46,13 +46,15 @@ class HostRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Host seconds per launch in each mode and per step, `launch_log_sd` the scatter of sources. None: no run of that
-    mode is known in which the host limits."""
+    """Host seconds per launch in each mode and per step, `launch_log_sd` the scatter of sources; `known_log_sd` by how
+    much steps of one host scatter about its own seconds per launch. None: no run of that mode is known in which the
+    host limits."""
 
     eager_launch_s: float
     compiled_launch_s: float | None
     step_overhead_s: float
     launch_log_sd: float
+    known_log_sd: float
     sources: tuple[str, ...]
 
 
@@ -93,7 +95,7 @@ def shipped_overheads() -> Overheads:
 
 
 def _overheads(found: Mapping[str, Any]) -> Overheads:
-    names = ("eager_launch_s", "compiled_launch_s", "step_overhead_s", "launch_log_sd")
+    names = ("eager_launch_s", "compiled_launch_s", "step_overhead_s", "launch_log_sd", "known_log_sd")
     for name in names:
         value = found.get(name)
         good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
