@@ -19,8 +19,8 @@ from simpart.errors import FormatError
 from simpart.files import read_document
 
 __all__ = [
-    "GRID_S", "KIND", "SHIPPED_OVERHEADS", "VERSION", "HostRuns", "Overheads", "fit_host", "host_words", "pooled",
-    "predicted_s", "shipped_overheads",
+    "GRID_S", "KIND", "SHIPPED_OVERHEADS", "VERSION", "HostRuns", "Overheads", "at_launch_times", "fit_host",
+    "host_words", "pooled", "predicted_s", "shipped_overheads",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -65,6 +65,18 @@ def predicted_s(runs: HostRuns, launch_s: float, step_s: float = 0.0) -> Floats:
     right = int(np.clip(np.searchsorted(GRID_S, launch_s), 1, GRID_S.size - 1))
     part = (launch_s - GRID_S[right - 1]) / (GRID_S[right] - GRID_S[right - 1])
     found: Floats = (1 - part) * runs.steps_s[:, right - 1] + part * runs.steps_s[:, right] + step_s
+    return found
+
+
+def at_launch_times(seconds: Floats, launches: Floats, stages: int, times_s: Floats) -> Table:
+    """Durations of a coarse program's classes of tasks (each stage's F, B, I and W come first) at several launch times,
+    a row each, from those without a host and the launches of each: what `ActionCosts` makes of a launch time."""
+    waiting = times_s[:, None] * launches - seconds
+    forward = 4 * np.arange(stages)
+    ahead = np.maximum(0.0, -waiting[:, forward])
+    waiting[:, forward + 1] -= ahead
+    waiting[:, forward + 2] -= ahead
+    found: Table = seconds + np.maximum(0.0, waiting)
     return found
 
 
