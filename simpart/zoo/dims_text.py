@@ -13,8 +13,8 @@ __all__ = ["BERTDims", "GPTDims", "LSTMDims", "LlamaDims", "MoEDims", "T5Dims"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTDims:
-    """A GPT: learned positions, pre-LN blocks, GELU MLP of width 4 · hidden. Defaults are GPT-2 small. `eager` attention
-    keeps its scores, as before fused kernels."""
+    """A GPT: learned positions, pre-LN blocks, GELU MLP of width 4 · hidden. Defaults are GPT-2 small. `eager` keeps
+    attention scores, as software did before fused kernels."""
 
     layers: int = 12
     hidden: int = 768
