@@ -31,6 +31,7 @@ from simpart.costmodels.learned._overheads import (
     SHIPPED_OVERHEADS,
     VERSION,
     HostRuns,
+    at_launch_times,
     fit_host,
     pooled,
     predicted_s,
@@ -236,8 +237,7 @@ def steps_of(problem: Problem, configuration: Configuration) -> Floats:
     costed = lowering.cost(plan)
     topology = lowering.topology(plan, costed, "tasks")
     launches = np.array([cost.launches for cost in costed.costs])
-    waiting = np.maximum(0.0, GRID_S[:, None] * launches - costed.seconds)
-    return compiled.makespans(topology, costed.seconds + waiting)
+    return compiled.makespans(topology, at_launch_times(costed.seconds, launches, len(plan.stages), GRID_S))
 
 
 # --- what is said -----------------------------------------------------------------------------------------------------

@@ -110,7 +110,7 @@ def _cluster(cluster: Cluster) -> Place:
 
 
 def _digest(content: dict[str, Any]) -> str:
-    content = {key: value for key, value in content.items() if key != "sources"}
+    content = {key: value for key, value in content.items() if key not in ("sources", "host")}
     return hashlib.sha256(dump_json(content).encode()).hexdigest()[:16]
 
 

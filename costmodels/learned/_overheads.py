@@ -19,14 +19,14 @@ from simpart.errors import FormatError
 from simpart.files import read_document
 
 __all__ = [
-    "GRID_S", "KIND", "SHIPPED_OVERHEADS", "VERSION", "HostRuns", "Overheads", "fit_host", "host_words", "pooled",
-    "predicted_s", "shipped_overheads",
+    "GRID_S", "KIND", "SHIPPED_OVERHEADS", "VERSION", "HostRuns", "Overheads", "at_launch_times", "fit_host",
+    "host_words", "pooled", "predicted_s", "shipped_overheads",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Table = np.ndarray[tuple[int, int], np.dtype[np.float64]]
 
-KIND, VERSION = "simpart-overheads", 1
+KIND, VERSION = "simpart-overheads", 2
 SHIPPED_OVERHEADS = Path(__file__).parent.parent / "artifacts" / "overheads.json"
 GRID_S: Floats = np.array([0.0, *np.geomspace(2e-6, 500e-6, 48)])
 """Seconds per launch at which steps are simulated; in between they are nearly straight."""
@@ -46,13 +46,15 @@ class HostRuns:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
-    """Host seconds per launch in each mode and per step, `launch_log_sd` the scatter of sources. None: no run of that
-    mode is known in which the host limits."""
+    """Host seconds per launch in each mode and per step, `launch_log_sd` the scatter of sources; `known_log_sd` by how
+    much steps of one host scatter about its own seconds per launch. None: no run of that mode is known in which the
+    host limits."""
 
     eager_launch_s: float
     compiled_launch_s: float | None
     step_overhead_s: float
     launch_log_sd: float
+    known_log_sd: float
     sources: tuple[str, ...]
 
 
@@ -63,6 +65,18 @@ def predicted_s(runs: HostRuns, launch_s: float, step_s: float = 0.0) -> Floats:
     right = int(np.clip(np.searchsorted(GRID_S, launch_s), 1, GRID_S.size - 1))
     part = (launch_s - GRID_S[right - 1]) / (GRID_S[right] - GRID_S[right - 1])
     found: Floats = (1 - part) * runs.steps_s[:, right - 1] + part * runs.steps_s[:, right] + step_s
+    return found
+
+
+def at_launch_times(seconds: Floats, launches: Floats, stages: int, times_s: Floats) -> Table:
+    """Durations of a coarse program's classes of tasks (each stage's F, B, I and W come first) at several launch times,
+    a row each, from those without a host and the launches of each: what `ActionCosts` makes of a launch time."""
+    waiting = times_s[:, None] * launches - seconds
+    forward = 4 * np.arange(stages)
+    ahead = np.maximum(0.0, -waiting[:, forward])
+    waiting[:, forward + 1] -= ahead
+    waiting[:, forward + 2] -= ahead
+    found: Table = seconds + np.maximum(0.0, waiting)
     return found
 
 
@@ -93,7 +107,7 @@ def shipped_overheads() -> Overheads:
 
 
 def _overheads(found: Mapping[str, Any]) -> Overheads:
-    names = ("eager_launch_s", "compiled_launch_s", "step_overhead_s", "launch_log_sd")
+    names = ("eager_launch_s", "compiled_launch_s", "step_overhead_s", "launch_log_sd", "known_log_sd")
     for name in names:
         value = found.get(name)
         good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1

@@ -121,8 +121,9 @@ def refuse_options() -> None:
     """A plan file says all that a configuration would: options that would go unheard are refused."""
     context = click.get_current_context()
     mine = (
-        "store", "no_profiles", "costs", "freeze_costs", "engine", "grain", "prefetch", "overlap", "trace", "report",
-        "tiles", "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target", *STOCHASTIC,
+        "store", "no_profiles", "launch_time", "costs", "freeze_costs", "engine", "grain", "prefetch", "overlap",
+        "trace", "report", "tiles", "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target",
+        *STOCHASTIC,
     )  # fmt: skip
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE

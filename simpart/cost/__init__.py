@@ -113,7 +113,8 @@ class Costs:
 
     `step_overhead_s` is fixed time per training step; `action_overhead_s` per pipeline action (launching a stage's
     forward or backward). `eager_launch_s` and `compiled_launch_s` are what the host takes to launch one kernel or
-    collective in each mode, sure to `launch_log_sd`: an action on a GPU takes at least as long as its launches.
+    collective in each mode, sure to `launch_log_sd` and `compiled_launch_log_sd`: an action on a GPU takes at least as
+    long as its launches.
     `overlap_slowdown`: by which part kernels run slower while their device sends or receives besides (0.1: 10 %); 0
     leaves it out. `step_log_sd`:
     by how much whole steps differ from what right kernels and collectives would add up to (software, caches, clocks
@@ -127,6 +128,7 @@ class Costs:
     eager_launch_s: float = 0.0
     compiled_launch_s: float = 0.0
     launch_log_sd: float = 0.0
+    compiled_launch_log_sd: float = 0.0
     overlap_slowdown: float = 0.0
     step_log_sd: float = 0.0
     description: str = ""
@@ -136,6 +138,10 @@ class Costs:
         if device.kind != "gpu":
             return 0.0
         return self.eager_launch_s if mode == "eager" else self.compiled_launch_s
+
+    def launch_spread(self, mode: Mode) -> float:
+        """Log-sd of the seconds per launch in a mode."""
+        return self.launch_log_sd if mode == "eager" else self.compiled_launch_log_sd
 
 
 def checked(estimate: Estimate, asked: Sequence[Signature | Collective]) -> Estimate:

@@ -22,6 +22,7 @@ __all__ = [
     "DTYPES",
     "Cluster",
     "Device",
+    "Host",
     "LinkLevel",
     "device_from_dict",
     "device_to_dict",
@@ -178,9 +179,25 @@ class LinkLevel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """What a cluster's machines and software take of a step, where somebody measured it: from one launch to the next
+    in each mode, and once per training step. What is None is not known."""
+
+    eager_launch_s: float | None = None
+    compiled_launch_s: float | None = None
+    step_overhead_s: float | None = None
+    sources: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "sources", tuple(sorted(self.sources)))
+        for name in ("eager_launch_s", "compiled_launch_s", "step_overhead_s"):
+            _at_least_zero("host", name, getattr(self, name))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Devices in a fixed order, as runs of equal ones, and link levels from the innermost outwards, the last of which
-    joins all. A plan refers to devices by their position here.
+    joins all. A plan refers to devices by their position here. `host` is what is known of the machines beside them.
 
     >>> cluster = load_cluster("dgx-a100:48")
     >>> cluster.size, cluster.device(17).name
@@ -192,6 +209,7 @@ class Cluster:
     name: str
     devices: tuple[tuple[Device, int], ...]
     levels: tuple[LinkLevel, ...]
+    host: Host | None = None
     _ends: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -307,19 +325,21 @@ class Cluster:
             "devices": [_to_plain(device) for device in self.kinds],
             "order": [[index[device], count] for device, count in self.devices],
             "levels": [_to_plain(level) for level in self.levels],
+            **({} if self.host is None else {"host": _to_plain(self.host)}),
         }
 
     @classmethod
     def from_dict(cls, data: Any) -> Cluster:
         """Back from `to_dict`; raises FormatError for unknown or missing keys and wrong types, in one line."""
-        _check_keys("cluster", data, required=("name", "devices", "order", "levels"), known=())
+        _check_keys("cluster", data, required=("name", "devices", "order", "levels"), known=("host",))
         try:
             kinds = [device_from_dict(item) for item in data["devices"]]
             runs = tuple((kinds[number], count) for number, count in data["order"])
             levels = tuple(_from_plain(LinkLevel, "link level", item) for item in data["levels"])
+            host = _from_plain(Host, "host", data["host"]) if data.get("host") is not None else None
         except (TypeError, IndexError, KeyError) as error:
             raise FormatError(f"cluster: devices, order and levels don't fit together ({error})") from error
-        return cls(name=str(data["name"]), devices=runs, levels=levels)
+        return cls(name=str(data["name"]), devices=runs, levels=levels, host=host)
 
     def _run(self, position: int) -> int:
         if not 0 <= position < self.size:
@@ -370,10 +390,10 @@ def list_clusters() -> list[str]:
     return names()
 
 
-_T = TypeVar("_T", Device, LinkLevel)
+_T = TypeVar("_T", Device, LinkLevel, Host)
 
 
-def _to_plain(thing: Device | LinkLevel) -> dict[str, Any]:
+def _to_plain(thing: Device | LinkLevel | Host) -> dict[str, Any]:
     plain = {}
     for spec in dataclasses.fields(thing):
         value = getattr(thing, spec.name)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import yaml
 
 from simpart.errors import FormatError, UnknownNameError, UserError
-from simpart.hardware import DTYPES, Cluster, Device, LinkLevel
+from simpart.hardware import DTYPES, Cluster, Device, Host, LinkLevel
 from simpart.hardware.quantity import parse_quantity
 
 __all__ = ["list_clusters", "list_devices", "load_cluster", "load_device", "read_hardware"]
@@ -38,6 +38,9 @@ _QUANTITIES = {  # key of a device file: (field, unit)
     "price": ("price_usd_per_h", "USD/h"),
     "reserved": ("reserved_bytes", "B"),
 }
+_HOST = {
+    "eager_launch": "eager_launch_s", "compiled_launch": "compiled_launch_s", "step_overhead": "step_overhead_s"
+}  # fmt: skip
 _DEVICE_REQUIRED = ("name", "type", "memory", "memory_bandwidth", "peak", "kernel_launch", "source")
 _LEVEL_REQUIRED = ("name", "joins", "bandwidth", "latency", "source")
 _LEVEL_OTHER = ("type", "shared_by", "pair_bandwidth", "inside_host", "only", "floor")
@@ -297,7 +300,7 @@ def _device(head: _Section) -> Device:
 
 
 def _cluster(head: _Section, nodes: int) -> Cluster:
-    head.keys((*_HEAD[:3], "nodes", "levels"), ("aliases",))
+    head.keys((*_HEAD[:3], "nodes", "levels"), ("aliases", "host"))
     runs = []
     for node in head.sections("nodes"):
         node.keys(("device", "count"))
@@ -316,9 +319,21 @@ def _cluster(head: _Section, nodes: int) -> Cluster:
         levels.append(level)
     name = head.text("name") if nodes == 1 else f"{head.text('name')}:{nodes}"
     try:
-        return Cluster(name=name, devices=tuple(runs * nodes), levels=tuple(levels))
+        return Cluster(name=name, devices=tuple(runs * nodes), levels=tuple(levels), host=_host(head))
     except UserError as error:
         raise UserError(f"{head.file}: {error}") from error
+
+
+def _host(head: _Section) -> Host | None:
+    """What a cluster file says of its machines, if it does."""
+    if "host" not in head.values:
+        return None
+    section = head.section("host")
+    section.keys((), (*_HOST, "source"))
+    numbers = {name: section.quantity(key, "s") for key, name in _HOST.items() if key in section.values}
+    if not numbers:
+        head.fault("host", f"must state at least one of {', '.join(_HOST)}")
+    return Host(**numbers, sources=tuple(section.sources(_HOST).items()))
 
 
 def _device_of(node: _Section) -> Device:

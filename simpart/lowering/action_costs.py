@@ -64,7 +64,8 @@ class ActionCosts:
     ) -> tuple[ClassCost, ...]:
         """Gradients are accumulated with the weight gradients; collectives of a split backward go with the part whose
         values they move. The host launches ahead of the device, so that an action waits for it only where all its
-        launches take longer than all its kernels."""
+        launches take longer than all its kernels, and a backward only for what a longer forward has not hidden:
+        `max(Fc + Bc, max(Fc, Fg) + Bg)` of host and device times."""
         problem = self.layouts.problem
         slowest: dict[str, tuple[float, list[Amount], Device]] = {}
         copies = 0.0
@@ -86,7 +87,8 @@ class ActionCosts:
             moved = 2 * sum(value_bytes(layout.graph, value, b) for value in layout.sent[s])
             copies = max(copies, moved / device.memory_bytes_per_s + len(layout.sent[s]) * device.kernel_launch_s)
         sending = self._sending(plan, layout, s, variants, sharded)
-        costs = []
+        costs, ahead_s = [], 0.0
+        spread = problem.costs.launch_spread(problem.mode)
         for kind in "FBIW":
             seconds, amounts, device = slowest[kind]
             priced = [(row, float(times)) for _, row, times in sending.get(kind, ())]
@@ -96,7 +98,11 @@ class ActionCosts:
                 launches += len(layout.sent[s])
             host_s = launches * problem.costs.launch_s(problem.mode, device)
             waiting_s = host_s - seconds - sum(row.seconds * times for row, times in priced)
-            waiting = waiting_for_host(waiting_s, device, problem.costs.launch_log_sd) if waiting_s > 0 else None
+            if kind == "F":
+                ahead_s = max(0.0, -waiting_s)
+            elif kind != "W":
+                waiting_s -= ahead_s
+            waiting = waiting_for_host(waiting_s, device, spread) if waiting_s > 0 else None
             costs.append(
                 class_cost(
                     f"{device.name} {'F' if kind == 'F' else 'B'}",

@@ -63,7 +63,7 @@ def canonical(text: str) -> str:
     """The same model in the one spelling that graphs and caches carry: all dims, in the order of their class.
 
     >>> canonical("gpt:hidden=64,heads=2,seq=32,layers=1,vocab=100")
-    'gpt:layers=1,hidden=64,heads=2,seq=32,vocab=100,tied=false,dropout=0'
+    'gpt:layers=1,hidden=64,heads=2,seq=32,vocab=100,tied=false,dropout=0,eager=false'
     """
     return parse_model(text).model
 

@@ -1,0 +1,133 @@
+"""What a host takes can be said: in a cluster's file, by a flag; what is measured here goes before the file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from simpart.commands._problem import costs_of
+from simpart.commands.hardware import hardware
+from simpart.costmodels import with_host
+from simpart.costmodels.learned._overheads import shipped_overheads
+from simpart.errors import FormatError, UserError
+from simpart.hardware import Cluster, Host, load_cluster
+from simpart.hardware_profiles._store import OverheadRecord, Samples, Store
+from simpart.registry import default_costs
+from tests.test_costmodels import environment
+
+HOST = {
+    "eager_launch": "12 us", "compiled_launch": "3 us", "step_overhead": "5 ms",
+    "source": {"eager_launch": "a trace", "compiled_launch": "a trace", "step_overhead": "assumption: logging"},
+}  # fmt: skip
+
+
+def cluster_file(folder: Path, host: Any = HOST) -> str:
+    content = {
+        "kind": "cluster", "version": 1, "name": "mine", "nodes": [{"device": "a100", "count": 2}],
+        "levels": [{
+            "name": "nvlink", "joins": "all", "bandwidth": "300 GB/s", "latency": "3 us",
+            "source": {"bandwidth": "sheet", "latency": "sheet"},
+        }],
+    }  # fmt: skip
+    path = folder / "mine.yaml"
+    path.write_text(json.dumps(content | ({} if host is None else {"host": host})))
+    return str(path)
+
+
+def options(**more: Any) -> dict[str, Any]:
+    return {"store": None, "no_profiles": True, "costs": None, "freeze_costs": None, "launch_time": None, **more}
+
+
+def test_a_file_tells_its_host(tmp_path: Path) -> None:
+    cluster = load_cluster(cluster_file(tmp_path) + ":2")
+    assert cluster.host is not None
+    assert (cluster.host.eager_launch_s, cluster.host.compiled_launch_s, cluster.host.step_overhead_s) == (
+        12e-6, 3e-6, 5e-3,
+    )  # fmt: skip
+    assert Cluster.from_dict(json.loads(json.dumps(cluster.to_dict()))) == cluster
+    assert "host" not in load_cluster("dgx-a100").to_dict()
+
+
+def test_what_a_file_tells_goes_before_other_hosts(tmp_path: Path) -> None:
+    shipped = shipped_overheads()
+    costs = default_costs(load_cluster(cluster_file(tmp_path)), profiles=False)
+    assert (costs.eager_launch_s, costs.compiled_launch_s, costs.step_overhead_s) == (12e-6, 3e-6, 5e-3)
+    assert costs.launch_log_sd == costs.compiled_launch_log_sd == shipped.known_log_sd < shipped.launch_log_sd
+    part = {"eager_launch": "12 us", "source": {"eager_launch": "a trace"}}
+    costs = default_costs(load_cluster(cluster_file(tmp_path, part)), profiles=False)
+    other = default_costs(load_cluster("dgx-a100"), profiles=False)
+    assert costs.eager_launch_s == 12e-6 and costs.compiled_launch_s == other.compiled_launch_s
+    assert costs.compiled_launch_log_sd == other.compiled_launch_log_sd
+
+
+def test_a_flag_goes_before_the_file(tmp_path: Path) -> None:
+    cluster = load_cluster(cluster_file(tmp_path))
+    costs = costs_of(cluster, options(launch_time="20us"))
+    assert costs.eager_launch_s == costs.compiled_launch_s == 20e-6 and costs.step_overhead_s == 5e-3
+    assert costs_of(cluster, options()).eager_launch_s == 12e-6
+
+
+def test_a_profile_of_this_machine_goes_before_the_file(tmp_path: Path) -> None:
+    cluster = load_cluster(cluster_file(tmp_path))
+    here = environment(cluster.kinds[0].name)
+    record = OverheadRecord(name="step", samples=Samples.of([0.001]), environment=here)
+    Store.at(tmp_path / "store").append([record])
+    assert default_costs(cluster, store=tmp_path / "store").step_overhead_s == pytest.approx(0.001)
+    assert default_costs(cluster, store=tmp_path / "store", profiles=False).step_overhead_s == 5e-3
+
+
+def test_without_numbers_nothing_changes() -> None:
+    costs = default_costs(load_cluster("dgx-a100"), profiles=False)
+    assert with_host(costs, Host()) == costs
+
+
+@pytest.mark.parametrize(
+    ("host", "message"),
+    [
+        ({"eager_launch": "12 us"}, "source: must be a mapping"),
+        ({"eager_launch": "12", "source": {"eager_launch": "a trace"}}, "host.eager_launch: '12' has no unit"),
+        ({"eager_lunch": "12 us", "source": {}}, "host.eager_lunch: unknown key; did you mean 'eager_launch'"),
+        ({"eager_launch": "12 us", "source": {"step_overhead": "x"}}, "is the source of a number that is not there"),
+        ({"source": {}}, "host: must state at least one of eager_launch"),
+        ([1], "host: must be a mapping"),
+    ],
+)  # fmt: skip
+def test_faults_of_a_host_are_named(host: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"mine\.yaml") as caught:
+        load_cluster(cluster_file(tmp_path, host))
+    assert message in str(caught.value) and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("dgx-a100", "12", "--launch-time: '12' has no unit"),
+        ("dgx-a100", "1 s", "must be below 10 ms"),
+        ("dgx-a100", "-3us", "--launch-time: "),
+        ("local:2", "12us", "local:2 has none"),
+    ],
+)
+def test_launch_times_that_cannot_be_are_refused(name: str, text: str, message: str) -> None:
+    with pytest.raises(UserError, match="--launch-time") as caught:
+        costs_of(load_cluster(name), options(launch_time=text))
+    assert message in str(caught.value)
+
+
+def test_plan_files_with_a_wrong_host_are_refused(tmp_path: Path) -> None:
+    content = load_cluster(cluster_file(tmp_path)).to_dict()
+    with pytest.raises(UserError, match="host: eager_launch_s must be at least 0"):
+        Cluster.from_dict({**content, "host": {"eager_launch_s": -1.0}})
+    with pytest.raises(FormatError, match="unknown key 'launch'"):
+        Cluster.from_dict({**content, "host": {"launch": 1.0}})
+
+
+def test_hardware_show_prints_the_host(tmp_path: Path) -> None:
+    path = cluster_file(tmp_path)
+    text = CliRunner().invoke(hardware, ["show", path], catch_exceptions=False).stdout
+    assert "eager launch" in text and "12 us" in text and "assumption: logging" in text
+    document = json.loads(CliRunner().invoke(hardware, ["show", path, "--json"], catch_exceptions=False).stdout)
+    assert document["cluster"]["host"]["compiled_launch_s"] == 3e-6
