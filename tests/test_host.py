@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,20 @@ from click.testing import CliRunner
 
 from simpart.commands._problem import costs_of
 from simpart.commands.hardware import hardware
+from simpart.cost import Estimate, SignatureTable
 from simpart.costmodels import with_host
+from simpart.costmodels.learned._launch_time import launch_time_of
 from simpart.costmodels.learned._overheads import shipped_overheads
 from simpart.errors import FormatError, UserError
-from simpart.hardware import Cluster, Host, load_cluster
+from simpart.hardware import Cluster, Device, Host, load_cluster
 from simpart.hardware_profiles._store import OverheadRecord, Samples, Store
+from simpart.problem import Problem
 from simpart.registry import default_costs
+from simpart.simulation import simulate_plan
 from tests.test_costmodels import environment
+from tests.test_lowering import plan, problem
+from tests.toy_graphs import UnitCompute, chain, device
+from tests.toy_graphs import costs as toy_costs
 
 HOST = {
     "eager_launch": "12 us", "compiled_launch": "3 us", "step_overhead": "5 ms",
@@ -78,6 +86,37 @@ def test_a_profile_of_this_machine_goes_before_the_file(tmp_path: Path) -> None:
     Store.at(tmp_path / "store").append([record])
     assert default_costs(cluster, store=tmp_path / "store").step_overhead_s == pytest.approx(0.001)
     assert default_costs(cluster, store=tmp_path / "store", profiles=False).step_overhead_s == 5e-3
+
+
+def with_launches(launch_s: float, kind: str = "gpu") -> Problem:
+    priced = replace(toy_costs(), eager_launch_s=launch_s, step_overhead_s=1e-6)
+    small = replace(priced, compute=Scaled())
+    return problem(chain(8), 8, [replace(device(), kind=kind)] * 8, costs=small)  # type: ignore[arg-type]
+
+
+class Scaled(UnitCompute):
+    """Kernels of 20 us."""
+
+    def estimate(self, table: SignatureTable, device: Device) -> Estimate:
+        found = super().estimate(table, device)
+        return replace(found, mean_s=2e-5 * found.mean_s)
+
+
+def test_a_measured_step_tells_its_launch_time() -> None:
+    """The launch time that made the step is found again, whatever the problem's own says."""
+    for cuts in ([], [4, 8, 12]):
+        one = plan(chain(8), cuts, 4)
+        for launch_s in (3e-5, 9e-5):
+            measured_s = simulate_plan(with_launches(launch_s), one).step_s
+            assert launch_time_of(with_launches(7e-5), one, measured_s) == pytest.approx(launch_s, rel=0.02)
+
+
+def test_steps_that_launches_do_not_explain() -> None:
+    one = plan(chain(8), [], 4)
+    kernels_s = simulate_plan(with_launches(0.0), one).step_s
+    assert launch_time_of(with_launches(0.0), one, 0.9 * kernels_s) is None
+    assert launch_time_of(with_launches(0.0), one, 1e3) is None
+    assert launch_time_of(with_launches(0.0, "cpu"), one, 2 * kernels_s) is None
 
 
 def test_without_numbers_nothing_changes() -> None:
