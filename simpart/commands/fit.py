@@ -112,9 +112,7 @@ def _print_overheads(files: dict[str, Any]) -> None:
         found = file.get("overheads")
         if found:
             words = ", ".join(f"{key.removesuffix('_s')}: {human_seconds(value)}" for key, value in found.items())
-            host = (
-                "for steps on this host give the first as --launch-time, or as host.eager_launch of the cluster's file"
-            )
+            host = "for steps on this host give the first as --launch-time, or as host.eager_launch of its cluster"
             click.echo(f"{name} shows {words}; {host if 'kernel_launch_s' in found else 'for the device file'}")
 
 
