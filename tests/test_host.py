@@ -3,21 +3,33 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
 
+from simpart.cli import main
 from simpart.commands._problem import costs_of
 from simpart.commands.hardware import hardware
+from simpart.configure import Configuration, configure
+from simpart.cost import Estimate, SignatureTable
 from simpart.costmodels import with_host
+from simpart.costmodels.learned._launch_time import launch_time_of
 from simpart.costmodels.learned._overheads import shipped_overheads
 from simpart.errors import FormatError, UserError
-from simpart.hardware import Cluster, Host, load_cluster
+from simpart.hardware import Cluster, Device, Host, load_cluster
 from simpart.hardware_profiles._store import OverheadRecord, Samples, Store
+from simpart.plan.format import PlanFile, save_plan
+from simpart.problem import Problem
 from simpart.registry import default_costs
+from simpart.simulation import simulate_plan
+from simpart.training import TrainingSpec
 from tests.test_costmodels import environment
+from tests.test_lowering import plan, problem
+from tests.toy_graphs import UnitCompute, chain, device
+from tests.toy_graphs import costs as toy_costs
 
 HOST = {
     "eager_launch": "12 us", "compiled_launch": "3 us", "step_overhead": "5 ms",
@@ -80,6 +92,37 @@ def test_a_profile_of_this_machine_goes_before_the_file(tmp_path: Path) -> None:
     assert default_costs(cluster, store=tmp_path / "store", profiles=False).step_overhead_s == 5e-3
 
 
+def with_launches(launch_s: float, kind: str = "gpu") -> Problem:
+    priced = replace(toy_costs(), eager_launch_s=launch_s, step_overhead_s=1e-6)
+    small = replace(priced, compute=Scaled())
+    return problem(chain(8), 8, [replace(device(), kind=kind)] * 8, costs=small)  # type: ignore[arg-type]
+
+
+class Scaled(UnitCompute):
+    """Kernels of 20 us."""
+
+    def estimate(self, table: SignatureTable, device: Device) -> Estimate:
+        found = super().estimate(table, device)
+        return replace(found, mean_s=2e-5 * found.mean_s)
+
+
+def test_a_measured_step_tells_its_launch_time() -> None:
+    """The launch time that made the step is found again, whatever the problem's own says."""
+    for cuts in ([], [4, 8, 12]):
+        one = plan(chain(8), cuts, 4)
+        for launch_s in (3e-5, 9e-5):
+            measured_s = simulate_plan(with_launches(launch_s), one).step_s
+            assert launch_time_of(with_launches(7e-5), one, measured_s) == pytest.approx(launch_s, rel=0.02)
+
+
+def test_steps_that_launches_do_not_explain() -> None:
+    one = plan(chain(8), [], 4)
+    kernels_s = simulate_plan(with_launches(0.0), one).step_s
+    assert launch_time_of(with_launches(0.0), one, 0.9 * kernels_s) is None
+    assert launch_time_of(with_launches(0.0), one, 1e3) is None
+    assert launch_time_of(with_launches(0.0, "cpu"), one, 2 * kernels_s) is None
+
+
 def test_without_numbers_nothing_changes() -> None:
     costs = default_costs(load_cluster("dgx-a100"), profiles=False)
     assert with_host(costs, Host()) == costs
@@ -131,3 +174,38 @@ def test_hardware_show_prints_the_host(tmp_path: Path) -> None:
     assert "eager launch" in text and "12 us" in text and "assumption: logging" in text
     document = json.loads(CliRunner().invoke(hardware, ["show", path, "--json"], catch_exceptions=False).stdout)
     assert document["cluster"]["host"]["compiled_launch_s"] == 3e-6
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, error = capsys.readouterr()
+    return int(ended.value.code or 0), out, error
+
+
+def test_simulate_tells_and_takes_a_launch_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from simpart.capture import capture
+    from simpart.zoo import GPTDims, ZooFactory
+
+    graph = capture(ZooFactory("gpt", GPTDims(layers=2, hidden=64, heads=4, seq=32, vocab=256)), model="gpt")
+    cluster = load_cluster("dgx-a100")
+    given = Problem(
+        graph=graph, training=TrainingSpec(), cluster=cluster, costs=default_costs(cluster, profiles=False),
+        global_batch=16,
+    )  # fmt: skip
+    found = configure(given, Configuration(dp=8, micro_batch=2))
+    path = str(tmp_path / "a.json")
+    save_plan(path, PlanFile(plan=found, training=given.training, cluster=cluster, graph=graph.at(2)))
+    code, out, _ = run(capsys, "simulate", path, "--no-profiles", "--measured", "30 ms", "--json")
+    launch_s = json.loads(out)["measured"]["launch_s"]
+    assert code == 0 and launch_s == pytest.approx(30e-3 / 120, rel=0.5)
+    code, out, _ = run(capsys, "simulate", path, "--no-profiles", "--launch-time", f"{1e6 * launch_s}us", "--json")
+    assert code == 0 and json.loads(out)["predicted"]["step_s"] == pytest.approx(30e-3, rel=0.01)
+    _, out, _ = run(capsys, "simulate", path, "--no-profiles", "--measured", "30ms")
+    assert f"--launch-time {1e6 * launch_s:.3g}us" in out
+    _, out, _ = run(capsys, "simulate", path, "--no-profiles", "--measured", "1us")
+    assert "no launch time explains it" in out
+    for wrong in ("0s", "30"):
+        code, _, error = run(capsys, "simulate", path, "--measured", wrong)
+        assert code == 2 and "--measured" in error and error.count("\n") == 1

@@ -24,7 +24,7 @@ from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
 __all__ = [
     "build_problem", "configuration_of", "configuration_options", "costs_of", "freeze_costs", "parse_seconds",
-    "problem_options", "training_of",
+    "problem_options", "seconds_of", "training_of",
 ]  # fmt: skip
 
 LONGEST_LAUNCH_S = 0.01
@@ -177,10 +177,7 @@ def with_launch_time(costs: Costs, cluster: Cluster, text: str) -> Costs:
     """Costs with the launch time that --launch-time states, whatever profiles, cluster file or other hosts say."""
     from simpart.registry import folder
 
-    try:
-        launch_s = parse_quantity(text, "s")
-    except UserError as error:
-        raise UserError(f"--launch-time: {error}") from error
+    launch_s = seconds_of("--launch-time", text)
     if not launch_s < LONGEST_LAUNCH_S:
         rule = f"must be below {format_quantity(LONGEST_LAUNCH_S, 's')}, got {text}"
         raise UserError(f"--launch-time {rule}; it is per kernel, as in 12us")
@@ -197,6 +194,14 @@ def freeze_costs(problem: Problem, options: dict[str, Any]) -> None:
     if options.get("freeze_costs") is not None:
         compute: Any = problem.costs.compute
         folder("costmodels.frozen").save_frozen(options["freeze_costs"], compute.recorder)
+
+
+def seconds_of(option: str, text: str) -> float:
+    """The time that an option states with its unit; faults name the option."""
+    try:
+        return parse_quantity(text, "s")
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error
 
 
 def parse_seconds(text: str | None) -> float | None:
