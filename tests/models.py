@@ -48,7 +48,7 @@ def two_towers(micro_batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
 
 
 class Shifted(nn.Module):
-    """Predicts tokens from those before, which are shifted by writing into a fresh tensor, as T5 of transformers does."""
+    """Predicts tokens from those before, shifted by writing into a fresh tensor as T5 of transformers does."""
 
     def __init__(self, width: int = 12) -> None:
         super().__init__()

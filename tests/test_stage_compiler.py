@@ -141,8 +141,8 @@ def test_stages_cut_anywhere_give_loss_gradients_and_buffers_of_the_module(case:
 
 def test_a_clone_comes_with_what_is_written_into_it() -> None:
     case = Case("tests.models:shifted")
-    programs, found, _ = case.stages([len(case.graph.op_ids) - 4])
-    assert any(".copy_" in op or "copy_" in op for op in case.graph.op_ids)
+    programs, _, _ = case.stages([len(case.graph.op_ids) - 4])
+    assert any("copy_" in op for op in case.graph.op_ids)
     assert_same(run_chain(programs, case.inputs), case.reference())
 
 
