@@ -249,13 +249,15 @@ def simulate_all(measured: Sequence[Measured]) -> tuple[list[Group], dict[str, i
         found.setdefault((run.source, run.host, run.check), []).append((run.name, run.step_s, steps))
     groups = []
     for (source, host, check), rows in sorted(found.items(), key=lambda item: (item[0][2], item[0])):
-        names, seconds, steps = zip(*sorted(rows, key=lambda row: row[:2]), strict=True)
+        rows = sorted(rows, key=lambda row: row[:2])
+        measured_s = np.array([seconds for _, seconds, _ in rows])
         in_units = {
             unit: HostRuns(
-                host=host, source=source, measured_s=np.array(seconds), steps_s=np.stack([of[unit] for of in steps])
+                host=host, source=source, measured_s=measured_s, steps_s=np.stack([steps[unit] for _, _, steps in rows])
             )
-            for unit in steps[0]
+            for unit in rows[0][2]
         }
+        names = tuple(name for name, _, _ in rows)
         groups.append(Group(in_units[COUNTED], check, names, in_units))
     return groups, reasons
 
