@@ -63,8 +63,9 @@ devices' files) was fitted to these measurements or chosen by their errors; `sim
 If models change after this page was read, it is a test set no longer, and the page has to say so.
 
 Measurements: the tables inside {source} (Apache-2.0), read by
-`costmodels/learned/_package.py`, cleaned by the rules of `_rules.py`. They are of the same shapes, frameworks and versions as much of what the models were trained on, so these
-figures are about new devices, not about new software or models. GB200 and GB300 are close kin of the trained B200.
+`costmodels/learned/_package.py`, cleaned by the rules of `_rules.py`. They are of the same shapes, frameworks and
+versions as much of what the models were trained on, so these figures are about new devices, not about new software or
+other shapes. GB200, B300 and GB300 are close kin of the trained B200.
 
 Models: compute.npz {compute}, communication.json {communication} (first digits of their SHA-256).
 
