@@ -40,12 +40,12 @@ from simpart.costmodels.learned._package import (
     chosen,
     find_package,
     nearest_tables,
-    read_collectives,
     read_kernels,
 )
 from simpart.costmodels.learned._training import trainable
 from simpart.costmodels.learned_comm._artifact import SHIPPED as SHIPPED_COMMUNICATION
 from simpart.costmodels.learned_comm._evaluating import clean, evaluate_package
+from simpart.costmodels.learned_comm._packaged import read_collectives
 from simpart.costmodels.learned_comm._records import read_records
 from simpart.errors import UserError
 from simpart.evaluation import Judged, summary

@@ -21,9 +21,9 @@ from simpart.costmodels.learned._package import (
     chosen,
     find_package,
     nearest_tables,
-    read_collectives,
     read_kernels,
 )
+from simpart.costmodels.learned_comm._packaged import read_collectives
 from simpart.errors import FormatError, UnknownNameError, UserError
 
 pd = pytest.importorskip("pandas")
@@ -197,6 +197,13 @@ def test_collectives_count_bytes_and_copies(unpacked: Path) -> None:
         "NCCL 2.27.3": {"reused copy of another version"}, "NCCL 2.29.2": {""},
     }  # fmt: skip
     assert set(frame.interconnect) == {"NVLink + NVSwitch"}
+
+
+def test_a_table_of_collectives_without_its_columns_is_named(unpacked: Path) -> None:
+    path = unpacked / "aiconfigurator_core/systems/data/h100_sxm/comm/nccl/2.29.2/nccl_perf.parquet"
+    write(path, reductions("h100_sxm").drop(columns=["message_size"]))
+    with pytest.raises(FormatError, match=r"nccl_perf\.parquet: columns are missing: message_size"):
+        run(evaluate, str(unpacked), "--table", "collectives")
 
 
 def test_the_nearest_tables_are_of_devices_that_may_be_learned_from(unpacked: Path) -> None:
