@@ -56,7 +56,8 @@ SMALL_VOCABULARY, MEGATRON_VOCABULARY = 50304, 51200
 """Of GPT-2's tokenizer, padded to 128 and, as Megatron-LM does over 8 ranks, to 1024: neither file states it."""
 BLOOM_VOCABULARY = 250880
 JEAN_ZAY_BYTES_PER_S = 50e9 / 8
-"""A device's part of the four cards of 100 Gb/s that a node of Jean Zay has."""
+VTRAIN_BYTES_PER_S = 100e9 / 8
+"""A device's part of its node's network: four cards of 100 Gb/s on Jean Zay, 800 Gb/s on vTrain's cluster."""
 CI, VTRAIN, OPS = "Megatron-LM CI", "vTrain", "NeuSight ops"
 ENGINE = f"{CI}, Transformer Engine"
 """Layers of another library on the hosts of CI: launches that simpart does not count; told apart and not pooled."""
@@ -194,7 +195,8 @@ def large_runs(data: Path) -> Iterator[Measured]:
                 run = _gpt(row, "bfloat16", 50368)
                 yield run._replace(configuration=replace(run.configuration, zero=3))
         else:
-            yield _gpt(row, "float16", MEGATRON_VOCABULARY)
+            network = VTRAIN_BYTES_PER_S if row["source"] == "vTrain-multi" else None
+            yield _gpt(row, "float16", MEGATRON_VOCABULARY)._replace(network_bytes_per_s=network)
 
 
 def _gpt(row: Mapping[str, str], precision: str, vocabulary: int) -> Measured:
@@ -501,7 +503,8 @@ def page(
             )
     lines += bounds
     if reasons:
-        lines.append("\nNot simulated: " + "; ".join(f"{n} ({reason})" for reason, n in reasons.items()) + ".")
+        most_first = sorted(reasons.items(), key=lambda item: (-item[1], item[0]))
+        lines.append("\nNot simulated: " + "; ".join(f"{n} ({reason})" for reason, n in most_first) + ".")
     return "\n".join([*lines, "", LIMITS])
 
 

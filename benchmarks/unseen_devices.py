@@ -80,7 +80,8 @@ COLLECTIVES_HEAD = """
 ## Collectives
 
 Inside one NVLink domain or host, each library apart. α–β is 3.4 us (PCI Express: 5.7 us) a step and the link's full
-rate; "ratio" the same collective on the trained device with the nearest links, scaled by their rates.
+rate; "ratio" the same collective on the trained device with the nearest links, scaled by their rates. The models of
+kernels know H200, that of collectives was never shown any of it.
 
 | device | collective | rows | MAPE | median | bias | rank | in 90 % | ± | α–β | ratio |
 |---|---|---|---|---|---|---|---|---|---|---|
