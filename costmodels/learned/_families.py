@@ -96,8 +96,10 @@ def op_codes(op: np.ndarray[tuple[int], np.dtype[np.object_]]) -> Ints:
 _PRODUCT = ("batch", "m", "n", "k", "in_bytes", "out_bytes")
 
 
-def _tiles(constants: Floats, rows: Rows, *, by_clock: bool, floor_in_clocks: bool) -> Floats:
-    return tile_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock, floor_in_clocks=floor_in_clocks)
+def _tiles(constants: Floats, rows: Rows, *, by_clock: bool, floor_in_clocks: bool, step: float = 32.0) -> Floats:
+    return tile_seconds(
+        constants, rows.dims, rows.sheet, by_clock=by_clock, floor_in_clocks=floor_in_clocks, step=step
+    )
 
 
 def _product(
@@ -108,6 +110,7 @@ def _product(
     *,
     timed_by_host: bool = False,
     by_fastest: bool = False,
+    step: float = 32.0,
     **change: tuple[float, float],
 ) -> Family:
     """`timed_by_host`: the source's latencies hold some 25 µs of launch and events, in seconds rather than clocks."""
@@ -119,7 +122,7 @@ def _product(
             "compute_share": (0.95, 0.15),
             **change,
         }
-    tiles = partial(_tiles, floor_in_clocks=not timed_by_host)
+    tiles = partial(_tiles, floor_in_clocks=not timed_by_host, step=step)
     return Family(
         name=name,
         dtype=dtype,
@@ -132,7 +135,7 @@ def _product(
         arithmetic_s=lambda rows: (
             2.0 * rows.dims["batch"] * rows.dims["m"] * rows.dims["n"] * rows.dims["k"] / rows.sheet.peak
         ),
-        features=lambda rows, analytic: product_features(rows.dims, rows.sheet, analytic),
+        features=lambda rows, analytic: product_features(rows.dims, rows.sheet, analytic, step=step),
         smallest={"batch": 1, "m": 1, "n": 64, "k": 64, "in_bytes": in_bytes, "out_bytes": out_bytes},
     )
 
@@ -234,7 +237,7 @@ FAMILY_MODELS: Mapping[str, Family] = {
         _product("gemm8block", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm4", "float4", 0.5625, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm32", "float32", 4, 4, timed_by_host=True, by_fastest=True),
-        _product("bgemm32", "float32", 4, 4, timed_by_host=True, by_fastest=True),
+        _product("bgemm32", "float32", 4, 4, timed_by_host=True, by_fastest=True, step=64.0),
         _convolution(),
         _attention("attention16", "float16", 2),
         _attention("attention16full", "float16", 2),
