@@ -219,7 +219,7 @@ def _memory(
         name=name,
         dtype=dtype,
         dims=("bytes", "rows", "element_bytes", "reduces"),
-        constants={**memory_constants(), "floor_s": floor_s},
+        constants={**memory_constants(), "floor_s": floor_s, **({"power": (1.2, 0.3)} if timed_by_host else {})},
         variants=(seconds,),
         bound_s=lambda rows: rows.dims["bytes"] / rows.sheet.bandwidth,
         arithmetic_s=lambda rows: np.zeros(len(rows)),
