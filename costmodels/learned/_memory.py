@@ -22,9 +22,10 @@ MEMORY_OPS: Mapping[str, float] = {
 }  # fmt: skip
 _OP_SPREAD = 0.35
 # Kernels that read a row again, from L2 if the rows under way fit there: (reads more, rows at a time on a
-# multiprocessor). PyTorch's softmax looks for the maximum, adds up and writes, in blocks of 512 threads; its layer norm
-# takes moments and writes, in blocks of 128; a multiprocessor holds 2048 threads.
-_READ_AGAIN: Mapping[str, tuple[float, float]] = {"softmax": (2.0, 4.0), "layer_norm": (1.0, 16.0)}
+# multiprocessor). PyTorch's softmax looks for the maximum, adds up and writes, in blocks of 512 of the 2048 threads that
+# a multiprocessor holds, unless a row fits into the registers of a warp; its layer norm takes moments and writes, in
+# small blocks, of which there are at most 32.
+_READ_AGAIN: Mapping[str, tuple[float, float]] = {"softmax": (2.0, 4.0), "layer_norm": (1.0, 32.0)}
 _SPILL_POWER = 2.0
 _VECTOR_BYTES, _MOST_THREADS = 16.0, 1024.0
 REFERENCE_HZ = 1.8e9
@@ -48,7 +49,8 @@ def memory_seconds(constants: Floats, op: Ints, dims: Dims, sheet: Sheet, *, flo
     reached = share * np.exp(constants[5:])[op]
     clocks = REFERENCE_HZ / sheet.clock_hz
     spill = (_under_way(op, dims, sheet) / kept) ** _SPILL_POWER
-    moved = dims["bytes"] * (1.0 + _MORE_READS[op] / 2.0 * spill / (1.0 + spill))  # counted: a read and a write
+    again = np.where(dims["bytes"] > 2.0 * _IN_REGISTERS[op] * dims["rows"], _MORE_READS[op], 0.0)
+    moved = dims["bytes"] * (1.0 + again / 2.0 * spill / (1.0 + spill))  # counted: a read and a write
     traffic = moved / (sheet.bandwidth * reached)
     waves = np.ceil(dims["rows"] / (16.0 * sheet.multiprocessors))
     reduced = np.where(dims["reduces"] > 0, waves * row_s * clocks, 0.0)
@@ -61,6 +63,7 @@ def memory_seconds(constants: Floats, op: Ints, dims: Dims, sheet: Sheet, *, flo
 
 _MORE_READS = np.array([_READ_AGAIN.get(name, (0.0, 1.0))[0] for name in MEMORY_OPS])
 _ROWS_AT_ONCE = np.array([_READ_AGAIN.get(name, (0.0, 1.0))[1] for name in MEMORY_OPS])
+_IN_REGISTERS = np.array([4096.0 if name == "softmax" else 0.0 for name in MEMORY_OPS])  # bytes of a row
 
 
 def _under_way(op: Ints, dims: Dims, sheet: Sheet) -> Floats:
