@@ -64,6 +64,8 @@ class Family:
     out luck of a fit; constant 0 is always the latency of the smallest kernel. `smallest` are the dims of such a one.
     `core_rows` are those that the constants are fitted on, where not on all. `by_fastest`: of the trained devices the
     one that gets nearest to its sustained peak says how near one gets; what holds others back no data sheet tells.
+    `carries_over`: what the trees say of one kind of device holds on others, since a kernel that leaves bandwidth
+    unused does so everywhere; of other families it does not.
     """
 
     name: str
@@ -78,6 +80,7 @@ class Family:
     timed_by_host: bool = False
     core_rows: Callable[[Dims], Bools] | None = None
     by_fastest: bool = False
+    carries_over: bool = False
 
 
 def regime_of(family: Family, rows: Rows) -> Ints:
@@ -97,9 +100,7 @@ _PRODUCT = ("batch", "m", "n", "k", "in_bytes", "out_bytes")
 
 
 def _tiles(constants: Floats, rows: Rows, *, by_clock: bool, floor_in_clocks: bool, step: float = 32.0) -> Floats:
-    return tile_seconds(
-        constants, rows.dims, rows.sheet, by_clock=by_clock, floor_in_clocks=floor_in_clocks, step=step
-    )
+    return tile_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock, floor_in_clocks=floor_in_clocks, step=step)
 
 
 def _product(
@@ -209,9 +210,10 @@ def _numbers(sheet: Sheet) -> dict[str, Floats]:
     return {name: getattr(sheet, name) for name in Sheet.__dataclass_fields__}
 
 
-def _memory(
-    name: str, dtype: str, element_bytes: float, floor_s: tuple[float, float], *, timed_by_host: bool
-) -> Family:
+def _memory(name: str, dtype: str, element_bytes: float, *, timed_by_host: bool = False) -> Family:
+    """`timed_by_host` as in `_product`: what the host takes adds to the kernel's time, nearly in full."""
+    change = {"floor_s": (25e-6, 0.5), "power": (1.2, 0.3)} if timed_by_host else {}
+
     def seconds(constants: Floats, rows: Rows) -> Floats:
         return memory_seconds(constants, rows.op, rows.dims, rows.sheet, floor_in_clocks=not timed_by_host)
 
@@ -219,13 +221,14 @@ def _memory(
         name=name,
         dtype=dtype,
         dims=("bytes", "rows", "element_bytes", "reduces"),
-        constants={**memory_constants(), "floor_s": floor_s, **({"power": (1.2, 0.3)} if timed_by_host else {})},
+        constants={**memory_constants(), **change},
         variants=(seconds,),
         bound_s=lambda rows: rows.dims["bytes"] / rows.sheet.bandwidth,
         arithmetic_s=lambda rows: np.zeros(len(rows)),
         features=lambda rows, analytic: memory_features(rows.op, rows.dims, rows.sheet, analytic),
         smallest={"bytes": 1024, "rows": 1, "element_bytes": element_bytes, "reduces": 0},
         timed_by_host=timed_by_host,
+        carries_over=not timed_by_host,
     )
 
 
@@ -245,7 +248,7 @@ FAMILY_MODELS: Mapping[str, Family] = {
         _grouped("moe16", "float16"),
         _grouped("moe8", "float8"),
         _grouped("moe4", "float4"),
-        _memory("memory32", "float32", 4, (25e-6, 0.5), timed_by_host=True),
-        _memory("memory16", "float16", 2, (2.5e-6, 0.4), timed_by_host=False),
+        _memory("memory32", "float32", 4, timed_by_host=True),
+        _memory("memory16", "float16", 2),
     )
 }

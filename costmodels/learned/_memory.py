@@ -22,9 +22,9 @@ MEMORY_OPS: Mapping[str, float] = {
 }  # fmt: skip
 _OP_SPREAD = 0.35
 # Kernels that read a row again, from L2 if the rows under way fit there: (reads more, rows at a time on a
-# multiprocessor). PyTorch's softmax looks for the maximum, adds up and writes, in blocks of 512 of the 2048 threads that
-# a multiprocessor holds, unless a row fits into the registers of a warp; its layer norm takes moments and writes, in
-# small blocks, of which there are at most 32.
+# multiprocessor). PyTorch's softmax looks for the maximum, adds up and writes, in blocks of 512 of the 2048 threads
+# that a multiprocessor holds, unless a row fits into the registers of a warp; its layer norm takes moments and writes,
+# in small blocks, of which there are at most 32.
 _READ_AGAIN: Mapping[str, tuple[float, float]] = {"softmax": (2.0, 4.0), "layer_norm": (1.0, 32.0)}
 _SPILL_POWER = 2.0
 _VECTOR_BYTES, _MOST_THREADS = 16.0, 1024.0

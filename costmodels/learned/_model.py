@@ -5,8 +5,9 @@
 Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; on a `new` one
 a share of the residual counts that did best on held-out devices, and between devices with stacked memory a quarter of
 what the nearest trained one scaled by the roofline says; a `far` one (peak or bandwidth FAR times beyond the trained
-range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere. A device
-that was trained on, or a sibling of it, also takes the trees that were grown for that one alone.
+range) gets the analytic core alone. What was trained on one kind of device never uses a residual elsewhere, unless its
+family says that it carries over. A device that was trained on, or a sibling of it, also takes the trees that were grown
+for that one alone.
 """
 
 from __future__ import annotations
@@ -140,6 +141,8 @@ class FamilyModel:
             logs = analytic + self._residual(rows, analytic, self.sheets[near], near)
         elif status == "far":
             logs = analytic
+        elif family.carries_over and one_kind(self.sheets):
+            logs = analytic + self.residual(rows, analytic, self.sheets[self.nearest(sheet)])
         else:
             logs = analytic if one_kind(self.sheets) else analytic + self.weight * self.residual(rows, analytic)
             like = self.nearest_stacked(sheet)
