@@ -308,7 +308,7 @@ def _read_convolutions(frame: pd.DataFrame) -> Iterable[Measurements]:
     dims = {
         "batch": 1.0, "m": _number(frame, "batch") * side**2, "n": _number(frame, "out_channels"),
         "k": channels * kernel**2, "in_bytes": 4.0, "out_bytes": 4.0, "kernel": kernel, "stride": stride,
-        "channels": channels,
+        "channels": channels, "side": side,
     }  # fmt: skip
     yield _table("conv32", frame, rows, dims, "conv2d", "torch")
 

@@ -1,7 +1,7 @@
 """Families of kernels that models are learned for: what their dims mean, how they are computed, what the residual sees.
 
 gemm16, gemm8, gemm4, gemm32, bgemm32   batch, m, n, k, in_bytes, out_bytes       (batch,) m×k times k×n
-conv32         as gemm32 (implicit product), and kernel, stride, channels
+conv32         as gemm32 (implicit product), and kernel, stride, channels, side (of the output)
 attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, in_bytes, out_bytes
 memory32, memory16   bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
 """
@@ -20,6 +20,7 @@ from simpart.costmodels.learned._attention import (
     attention_features,
     attention_seconds,
 )
+from simpart.costmodels.learned._convolution import WINOGRAD_SAVES, convolution_features, convolution_seconds
 from simpart.costmodels.learned._grouped import (
     GROUPED_CONSTANTS,
     grouped_arithmetic_s,
@@ -141,30 +142,24 @@ def _product(
     )
 
 
-def _convolution_features(rows: Rows, analytic: Floats) -> list[Floats]:
-    dims = rows.dims
-    found = product_features(dims, rows.sheet, analytic)
-    found += [dims["kernel"], dims["stride"], dims["channels"] % 4, np.log(dims["channels"])]
-    return [*found, np.log(dims["k"] / dims["channels"] / dims["kernel"] ** 2 + 1.0)]
-
-
 def _convolution() -> Family:
     product = _product("conv32", "float32", 4, 4, timed_by_host=True)
+
+    def seconds(by_clock: bool) -> Analytic:
+        return lambda constants, rows: convolution_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock)
+
     return Family(
         name="conv32",
         dtype="float32",
-        dims=(*_PRODUCT, "kernel", "stride", "channels"),
+        dims=(*_PRODUCT, "kernel", "stride", "channels", "side"),
         constants=product.constants,
-        variants=product.variants,
+        variants=(seconds(True), seconds(False)),
         timed_by_host=True,
-        bound_s=lambda rows: product.arithmetic_s(rows) / _WINOGRAD,
+        bound_s=lambda rows: product.arithmetic_s(rows) / WINOGRAD_SAVES,
         arithmetic_s=product.arithmetic_s,
-        features=_convolution_features,
-        smallest={**product.smallest, "kernel": 1, "stride": 1, "channels": 64},
+        features=lambda rows, analytic: convolution_features(rows.dims, rows.sheet, analytic),
+        smallest={**product.smallest, "kernel": 1, "stride": 1, "channels": 64, "side": 1},
     )
-
-
-_WINOGRAD = 2.25  # multiplications that F(2×2, 3×3) saves (Lavin & Gray 2016): below the direct count is possible
 
 
 def _grouped(name: str, dtype: str) -> Family:
