@@ -24,7 +24,7 @@ from simpart.costmodels.learned._adapters import read_measurements
 from simpart.costmodels.learned._evaluating import _ratio, _roofline
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Rows, op_codes, regime_of
 from simpart.costmodels.learned._generations import generation_of
-from simpart.costmodels.learned._measurements import Measurements, concatenate
+from simpart.costmodels.learned._measurements import Measurements
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._sheet import sheet_of
 from simpart.costmodels.learned._training import errors_on, fit_family, sheets_for, train, trainable, without_slow
@@ -180,10 +180,7 @@ print(json.dumps(found))
 
 def tables(path: Path) -> dict[str, Measurements]:
     """Measurements of a file by family."""
-    found: dict[str, list[Measurements]] = {}
-    for table in read_measurements(path).tables:
-        found.setdefault(table.family, []).append(table)
-    return {family: concatenate(parts) for family, parts in found.items()}
+    return {table.family: table for table in read_measurements(path).tables}
 
 
 HEAD = (
