@@ -6,6 +6,7 @@ Importing this package imports neither torch nor a fitted model.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from simpart.cost import CommModel, ComputeModel, Costs
@@ -14,7 +15,7 @@ from simpart.costmodels.fallback import Calibrated, Fallback, merge
 from simpart.costmodels.measured_links import MeasuredLinks
 from simpart.costmodels.roofline import Roofline, physical_bound_s
 from simpart.costmodels.table import Table, overhead_s, preferred
-from simpart.hardware import Cluster
+from simpart.hardware import Cluster, Host
 from simpart.hardware_profiles._store import Profiles, Store
 
 LEARNED_HERE = "learned.npz"
@@ -22,7 +23,7 @@ LEARNED_HERE = "learned.npz"
 
 __all__ = [
     "COMM_MODELS", "COMPUTE_MODELS", "AlphaBeta", "Calibrated", "Fallback", "MeasuredLinks", "Roofline", "Table",
-    "default_costs", "merge", "physical_bound_s",
+    "default_costs", "merge", "physical_bound_s", "with_host",
 ]  # fmt: skip
 
 
@@ -46,16 +47,35 @@ def _learned() -> ComputeModel:
     return Learned()
 
 
-def _host() -> dict[str, float]:
-    """What hosts take, of Costs: from other hosts, none in a mode of which nothing is known."""
-    from simpart.costmodels.learned._overheads import shipped_overheads
+def _host(cluster: Cluster) -> dict[str, float]:
+    """What hosts of GPUs take, of Costs: from other hosts."""
+    from simpart.costmodels.learned._overheads import compiled_launch, shipped_overheads
 
     found = shipped_overheads()
+    driver_s = max(device.kernel_launch_s for device in cluster.kinds if device.kind == "gpu")
+    compiled_s, compiled_log_sd = compiled_launch(found, driver_s)
     return {
         "eager_launch_s": found.eager_launch_s,
-        "compiled_launch_s": found.compiled_launch_s or 0.0,
+        "compiled_launch_s": compiled_s,
         "launch_log_sd": found.launch_log_sd,
+        "compiled_launch_log_sd": compiled_log_sd,
+        "step_overhead_s": found.step_overhead_s,
     }
+
+
+def with_host(costs: Costs, host: Host) -> Costs:
+    """Costs with what is known of a host in place of what other hosts take."""
+    from simpart.costmodels.learned._overheads import shipped_overheads
+
+    spread = shipped_overheads().known_log_sd
+    known: dict[str, float] = {}
+    if host.eager_launch_s is not None:
+        known |= {"eager_launch_s": host.eager_launch_s, "launch_log_sd": spread}
+    if host.compiled_launch_s is not None:
+        known |= {"compiled_launch_s": host.compiled_launch_s, "compiled_launch_log_sd": spread}
+    if host.step_overhead_s is not None:
+        known["step_overhead_s"] = host.step_overhead_s
+    return replace(costs, **known)  # type: ignore[arg-type]  # all are numbers
 
 
 def _learned_links() -> CommModel:
@@ -86,6 +106,7 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
     """Models learned from published kernels and collectives for GPUs, data sheets for the rest, and in front of them
     what was measured on devices of this cluster, if anything was and `profiles`, and what simpart fit learned from it.
 
+    What the host takes is from its own profile, else from the cluster's file, else from other hosts.
     `store` is a folder, by default SIMPART_STORE or the user's data folder. Raises FormatError if its file is no store.
     """
     place = Store.at(store)
@@ -102,13 +123,15 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
     learned = any(device.kind == "gpu" for device in cluster.kinds)
     base = _learned() if learned else Roofline()
     network = _learned_links() if learned else AlphaBeta()
-    return Costs(
+    costs = Costs(
         compute=_profiled(found, cluster.size, base, place.folder / LEARNED_HERE) if kernels else base,
         communication=MeasuredLinks(found, network) if links else network,
-        step_overhead_s=overhead("step"),
         action_overhead_s=overhead("action"),
         step_log_sd=STEP_LOG_SD,
-        **(_host() if learned else {}),
+        **(_host(cluster) if learned else {}),
         description=("learned kernels and collectives, data sheets" if learned else "data sheets")
         + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
     )
+    if cluster.host is not None:
+        costs = with_host(costs, cluster.host)
+    return replace(costs, step_overhead_s=step_s) if (step_s := overhead("step")) else costs

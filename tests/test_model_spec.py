@@ -18,9 +18,9 @@ from simpart import capture as capture_package
 from simpart.commands.capture import capture as capture_command
 from simpart.errors import UserError
 from simpart.graph import Graph
-from simpart.graph_cache import cache_folder, captured
-from simpart.graph_format import load_graph
+from simpart.graph.format import load_graph
 from simpart.model_spec import UserFactory, canonical, load_graph_or_model, parse_model
+from simpart.model_spec.cache import cache_folder, captured
 from simpart.zoo import GPTDims, ZooFactory
 
 TINY = "gpt:layers=1,hidden=8,heads=2,seq=4,vocab=11"
@@ -34,7 +34,7 @@ def test_a_zoo_text_gives_its_dims() -> None:
 
 @given(st.permutations(["layers=2", "hidden=64", "heads=4", "vocab=10", "tied=true"]))
 def test_order_and_spaces_do_not_matter(parts: list[str]) -> None:
-    expected = "gpt:layers=2,hidden=64,heads=4,seq=1024,vocab=10,tied=true,dropout=0"
+    expected = "gpt:layers=2,hidden=64,heads=4,seq=1024,vocab=10,tied=true,dropout=0,eager=false"
     assert canonical("gpt: " + " , ".join(parts)) == expected
     assert canonical(expected) == expected
 

@@ -9,33 +9,37 @@ from typing import Any
 import numpy as np
 import pytest
 
+from simpart.cost import Estimate, SignatureTable
 from simpart.costmodels.learned import _overheads
 from simpart.costmodels.learned._overheads import (
     GRID_S,
     HostRuns,
+    at_launch_times,
+    compiled_launch,
     fit_host,
     host_words,
     pooled,
     predicted_s,
     shipped_overheads,
+    told_by_one,
 )
 from simpart.engines import compiled
 from simpart.errors import FormatError
 from simpart.files import write_document
-from simpart.hardware import load_cluster
+from simpart.hardware import Device, load_cluster
 from simpart.lowering import lower, lowering_of
 from simpart.problem import Problem
 from simpart.registry import default_costs
 from simpart.simulation import evaluate, simulate, simulate_plan
 from tests.test_lowering import plan, problem
-from tests.toy_graphs import chain, costs, device
+from tests.toy_graphs import UnitCompute, chain, costs, device
 
 CUTS = [4, 8, 12]
 
 
 def with_host(launch_s: float, log_sd: float = 0.0, kind: str = "gpu", **more: Any) -> Problem:
     """Kernels of 1 s each, two layers a stage."""
-    priced = replace(costs(), eager_launch_s=launch_s, launch_log_sd=log_sd, **more)
+    priced = replace(costs(more.pop("compute", None)), eager_launch_s=launch_s, launch_log_sd=log_sd, **more)
     return problem(chain(8), 8, [replace(device(), kind=kind)] * 8, costs=priced)  # type: ignore[arg-type]
 
 
@@ -80,13 +84,34 @@ def test_grains_and_ways_to_ask_agree(launch_s: float) -> None:
     assert simulate(lower(given, one, "fine")).step_s == pytest.approx(found.step_s)
 
 
+class LongForward(UnitCompute):
+    """Activations take 3 s forward, all other kernels 1 s."""
+
+    def estimate(self, table: SignatureTable, device: Device) -> Estimate:
+        found = super().estimate(table, device)
+        long = [signature.target == "toy.act.F" for signature in table.signatures]
+        return replace(found, mean_s=np.where(long, 3.0, found.mean_s))
+
+
+@pytest.mark.parametrize("launch_s", [0.0, 1.5, 2.0, 3.0, 4.0])
+def test_what_a_forward_hides_its_backward_does_not_wait_for(launch_s: float) -> None:
+    """`max(Fc + Bc, max(Fc, Fg) + Bg)` of host and device times per micro-batch; forward is 16 launches and 32 s."""
+    given = with_host(launch_s, compute=LongForward())
+    costed = lowering_of(given).cost(plan(given.graph, [], 4))
+    forward_c, backward_c = (cost.launches * launch_s for cost in costed.costs[:2])
+    free = lowering_of(with_host(0.0, compute=LongForward())).cost(plan(given.graph, [], 4))
+    forward_g, backward_g = free.seconds[:2]
+    expected = max(forward_c + backward_c, max(forward_c, forward_g) + backward_g)
+    assert step_s(given, []) == pytest.approx(4 * expected)
+    assert simulate(lower(given, plan(given.graph, [], 4), "fine")).step_s == pytest.approx(4 * expected)
+
+
 def test_durations_tell_the_step_at_any_launch_time() -> None:
     """What benchmarks/overheads.py relies on."""
     given = with_host(0.0)
     lowering, one = lowering_of(given), plan(given.graph, CUTS, 4)
-    costed, launches = lowering.cost(one), launches_of(given)
-    times = np.array([0.5, 1.5, 3.0])
-    task_s = costed.seconds + np.maximum(0.0, times[:, None] * launches - costed.seconds)
+    costed, times = lowering.cost(one), np.array([0.5, 1.5, 3.0])
+    task_s = at_launch_times(costed.seconds, launches_of(given), len(one.stages), times)
     steps = compiled.makespans(lowering.topology(one, costed, "tasks"), task_s)
     assert steps == pytest.approx([step_s(with_host(float(t))) for t in times])
 
@@ -136,9 +161,29 @@ def test_default_costs_know_hosts_of_gpus_only() -> None:
     assert "eager" in host_words(shipped) and "compiled not known" in host_words(shipped)
 
 
+def test_compiled_launches_lie_between_the_driver_and_eager_ones() -> None:
+    shipped, known = shipped_overheads(), replace(shipped_overheads(), compiled_launch_s=7e-6)
+    middle_s, log_sd = compiled_launch(shipped, 4e-6)
+    ends = middle_s * np.exp(np.array([-1.6449, 1.6449]) * log_sd)
+    assert ends == pytest.approx([4e-6, shipped.eager_launch_s])
+    assert compiled_launch(known, 4e-6)[0] == 7e-6
+    assert compiled_launch(shipped, 1.0)[0] == shipped.eager_launch_s
+    costs_there = default_costs(load_cluster("dgx-a100"), profiles=False)
+    assert 0 < costs_there.compiled_launch_s < costs_there.eager_launch_s
+
+
+def test_one_run_tells_its_host() -> None:
+    told = told_by_one(runs_at(60e-6))
+    assert told.error < 0.05 and told.log_sd < 0.05
+    noisy = runs_at(60e-6)
+    told = told_by_one(replace(noisy, measured_s=noisy.measured_s * np.array([1.0, 1.5, 1.0])))
+    assert told.log_sd > 0.1 and told.low <= told.error <= told.high
+
+
 def test_a_shipped_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "overheads.json"
-    content = {"eager_launch_s": -1.0, "compiled_launch_s": None, "step_overhead_s": 0.0, "launch_log_sd": 0.5}
+    content = {"eager_launch_s": -1.0, "compiled_launch_s": None, "step_overhead_s": 0.0, "launch_log_sd": 0.5,
+               "known_log_sd": 0.2}  # fmt: skip
     write_document(path, _overheads.KIND, _overheads.VERSION, content)
     monkeypatch.setattr(_overheads, "SHIPPED_OVERHEADS", path)
     shipped_overheads.cache_clear()

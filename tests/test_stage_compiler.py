@@ -18,10 +18,10 @@ from simpart.capture import capture, export_ops
 from simpart.capture._ops import ExportedOps
 from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
+from simpart.graph.sizes import Affine, TensorSpec
 from simpart.model_spec import parse_model
-from simpart.partition import Partition, partition
+from simpart.plan.partition import Partition, partition
 from simpart.schedule import parse_rows
-from simpart.sizes import Affine, TensorSpec
 from simpart.validate._boundary import BoundaryValue, batch_dim, boundary_values, check_order, pieces, split
 from simpart.validate._compile import StageProgram, compile_stage
 from simpart.validate._program import StageError
@@ -137,6 +137,13 @@ def test_stages_cut_anywhere_give_loss_gradients_and_buffers_of_the_module(case:
         assert_same(run_chain(programs, case.inputs), wanted)
     programs, _, _ = case.stages([ops // 3, 2 * ops // 3])
     assert_same(run_chain(programs, case.inputs), wanted)
+
+
+def test_a_clone_comes_with_what_is_written_into_it() -> None:
+    case = Case("tests.models:shifted")
+    programs, _, _ = case.stages([len(case.graph.op_ids) - 4])
+    assert any("copy_" in op for op in case.graph.op_ids)
+    assert_same(run_chain(programs, case.inputs), case.reference())
 
 
 def test_micro_batch_one_runs_on_its_own_structure() -> None:
@@ -324,7 +331,7 @@ def test_a_rank_keeps_only_the_parameters_of_its_stage(gpt: Case) -> None:
 
     from simpart.hardware import load_cluster
     from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
-    from simpart.plan_format import PlanFile
+    from simpart.plan.format import PlanFile
     from simpart.training import TrainingSpec
     from simpart.validate._rank import build_share
 

@@ -137,6 +137,20 @@ def test_gpt_attends_to_the_past_alone() -> None:
     assert same == [True] * 5 + [False] * 3
 
 
+def test_eager_attention_is_the_same_function() -> None:
+    """Loss and gradients of the two ways to compute attention, in float64."""
+    found = []
+    for eager in (False, True):
+        torch.manual_seed(0)
+        dims = GPTDims(layers=2, hidden=16, heads=2, seq=8, vocab=11, eager=eager)
+        factory = ZooFactory("gpt", dims)
+        model = factory.build().double()
+        loss = model(*factory.inputs(2, torch.Generator().manual_seed(1)))
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-12)
+
+
 def test_t5_buckets_are_those_of_the_published_code() -> None:
     from simpart.zoo.t5 import buckets
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from simpart.costmodels.learned._families import FAMILY_MODELS
-from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate
+from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate, row_codes
 from simpart.costmodels.learned._rules import judge
 from simpart.costmodels.learned._training import rows_of, sheets_for
 from simpart.errors import FormatError, UserError
@@ -103,7 +103,8 @@ def _renamed(frame: pd.DataFrame) -> pd.DataFrame:
     """Tables as they lie in the package aiconfigurator-core, with the column names of the shared data files."""
     if "latency" not in frame.columns or "framework" not in frame.columns:
         return frame
-    return frame.rename(columns={old: new for old, new in _PACKAGE_NAMES.items() if new not in frame.columns})
+    frame = frame.rename(columns={old: new for old, new in _PACKAGE_NAMES.items() if new not in frame.columns})
+    return frame if "source" in frame.columns else frame.assign(source="aiconfigurator-core")
 
 
 _PACKAGE_NAMES = {
@@ -143,9 +144,12 @@ class Kind:
 
 
 def _text(frame: pd.DataFrame, column: str, default: str = "") -> Any:
+    import pandas as pd
+
     if column not in frame.columns:
         return np.full(len(frame), default, dtype=object)
-    return frame[column].astype(object).fillna("").astype(str).to_numpy(dtype=object)
+    codes, values = pd.factorize(frame[column], use_na_sentinel=True)
+    return np.array([*map(str, values), ""], dtype=object)[codes]  # missing is -1, the last
 
 
 def _number(frame: pd.DataFrame, column: str, default: float | None = None) -> Floats:
@@ -175,10 +179,7 @@ def _table(
     spelled = _text(part, "system" if "system" in part.columns else "device" if "device" in part.columns else "gpu")
     names = {s: device_named(s) or f"?{s}" for s in set(spelled.tolist())}
     if software is None:
-        software = [
-            " ".join(filter(None, x))
-            for x in zip(*(_text(part, c) for c in ("fw", "fw_version", "kernel_source")), strict=True)
-        ]
+        software = _software(part)
     count = len(part)
     return Measurements(
         family=family,
@@ -194,6 +195,15 @@ def _table(
         latency_s=_latency(part),
         row=np.asarray(rows, dtype=np.float64),
     )
+
+
+def _software(frame: pd.DataFrame) -> Any:
+    """Framework, version and kernel as one text."""
+    parts = [_text(frame, column) for column in ("fw", "fw_version", "kernel_source")]
+    codes = row_codes(parts)
+    _, first = np.unique(codes, return_index=True)
+    words = [" ".join(filter(None, (part[i] for part in parts))) for i in first.tolist()]
+    return np.array([*words, ""], dtype=object)[codes]
 
 
 # --- matrix products: system dtype m n k -----------------------------------------------------------------------------

@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from simpart.costmodels.learned._adapters import import_frame, read_measurements
+import numpy as np
+
+from simpart.costmodels.learned._adapters import device_named, import_frame, read_measurements
 from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_models
-from simpart.costmodels.learned._evaluating import judge_import
+from simpart.costmodels.learned._evaluating import SPLITS, judge_import
+from simpart.costmodels.learned._fittable import KERNELS_FROM, fittable, never_fitted
 from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate
 from simpart.costmodels.learned._model import FamilyModel
+from simpart.costmodels.learned._package import (
+    KERNELS,
+    Package,
+    chosen,
+    find_package,
+    nearest_tables,
+    read_kernels,
+)
 from simpart.costmodels.learned._records import overheads_of_trace, read_profiles, read_trace
 from simpart.costmodels.learned._sheet import assumptions
 from simpart.costmodels.learned._training import fit_family
-from simpart.errors import FormatError, UserError
+from simpart.errors import FormatError, UnknownNameError, UserError
 from simpart.evaluation import Judged
 from simpart.hardware import load_device
 
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["evaluate", "fit"]
+__all__ = ["evaluate", "evaluate_package", "fit"]
 
 Progress = Callable[[str], None]
 _FIT_FROM = (
@@ -35,9 +48,40 @@ def evaluate(
     frame: pd.DataFrame, name: str, split: str, floors: bool, models: str | None, progress: Progress
 ) -> tuple[Judged, Mapping[str, Any]]:
     """Rows of an operator data set, judged, and notes for the reader."""
-    found = import_frame(frame, name)
+    return _judged(import_frame(frame, name), split, floors, models, progress)
+
+
+def evaluate_package(
+    package: Package, contents: Sequence[str], devices: Sequence[str], split: str, floors: bool, models: str | None,
+    progress: Progress,
+) -> tuple[Judged, Mapping[str, Any]]:  # fmt: skip
+    """Rows of the kernels' tables in aiconfigurator-core, judged. Baselines know only devices that models may learn
+    from: the nearest of them that were measured."""
+    if split not in SPLITS:
+        raise UnknownNameError("split", split, SPLITS)
+    tables = chosen(package, contents or KERNELS, devices)
+    found = read_kernels(package, tables, progress)
+    reference: Sequence[Measurements] = ()
+    if split == "shipped":
+        beside = nearest_tables(package, tables)
+        inside = set(beside) <= set(tables)
+        near = {device_named(table.system) for table in beside}
+        known = found.tables if inside else read_kernels(package, beside, progress).tables
+        reference = [t.at(np.isin(t.device, list(near))) for t in known]
+    judged, more = _judged(found, split, floors, models, progress, reference)
+    notes = [
+        f"{package.reused} tables of this package stand for another version's and are read there",
+        "tables that no model describes are counted in not_read",
+    ]
+    return judged, {**more, "not_read": dict(package.not_read), "notes": [*more["notes"], *notes]}
+
+
+def _judged(
+    found: Imported, split: str, floors: bool, models: str | None, progress: Progress,
+    reference: Sequence[Measurements] = (),
+) -> tuple[Judged, Mapping[str, Any]]:  # fmt: skip
     known = load_models(Path(models) if models else SHIPPED) if split == "shipped" else {}
-    judged = judge_import(found, known, split, floors=floors, progress=progress)
+    judged = judge_import(found, known, split, floors=floors, progress=progress, reference=reference)
     trained = sorted({n for m in known.values() for n in m.sheets} & set(judged.groups["device"].tolist()))
     notes = []
     if split == "random":
@@ -56,13 +100,16 @@ def fit(
     sources: Sequence[str], output: str | None, only: Sequence[str], seed: int, progress: Progress
 ) -> tuple[dict[str, FamilyModel], dict[str, Any]]:
     """Learn every family that the files hold enough of, and write the models. `sources` are files, or folders with the
-    files of `_FIT_FROM`. Raises UserError when nothing can be learned."""
+    files of `_FIT_FROM`, or the package aiconfigurator-core. Raises UserError when nothing can be learned."""
     tables: dict[str, list[Measurements]] = {}
     files: dict[str, Any] = {}
     for path in _files(sources):
         progress(f"reading {path.name}")
-        found = _read(path)
+        package = find_package(str(path))
+        found, withheld = _read(path) if package is None else _read_package(package, progress)
         files[path.name] = {"rows": found.rows, "left_out": dict(found.refused)}
+        if withheld:
+            files[path.name]["never_fitted"] = withheld
         if found.kind == "kineto" and (launching := overheads_of_trace(path)):
             files[path.name]["overheads"] = launching
         for table in found.tables:
@@ -82,19 +129,47 @@ def fit(
     return models, files
 
 
-def _read(path: Path) -> Imported:
-    """A table, a profile store or a trace, told by the ending of its name."""
+def _read(path: Path) -> tuple[Imported, dict[str, int]]:
+    """A table, a profile store or a trace, told by the ending of its name; and what no model may learn of it."""
     if path.suffix == ".jsonl":
-        return read_profiles(path)
+        return read_profiles(path), {}
     if path.suffix in (".json", ".gz"):
-        return read_trace(path)
-    return read_measurements(path)
+        return read_trace(path), {}
+    return _learnable(read_measurements(path))
+
+
+def _read_package(package: Package, progress: Progress) -> tuple[Imported, dict[str, int]]:
+    """Kernels of the devices that models may learn from; of the others only how many rows there are."""
+    withheld = Counter[str]()
+    allowed = []
+    for table in chosen(package, KERNELS):
+        device = device_named(table.system) or table.system
+        if device in KERNELS_FROM:
+            allowed.append(table)
+        else:
+            withheld[device] += table.rows
+    found, more = _learnable(read_kernels(package, allowed, progress))
+    return found, dict((withheld + Counter(more)).most_common())
+
+
+def _learnable(found: Imported) -> tuple[Imported, dict[str, int]]:
+    """Without the rows that are only there to judge by, and how many of which device those are."""
+    withheld = Counter[str]()
+    kept = []
+    for table in found.tables:
+        withheld.update(never_fitted(table.source, table.device, KERNELS_FROM))
+        rows = fittable(table.source, table.device, KERNELS_FROM)
+        if rows.any():
+            kept.append(table if rows.all() else table.at(rows))
+    return replace(found, tables=tuple(kept)), dict(withheld)
 
 
 def _files(sources: Sequence[str]) -> list[Path]:
     found = []
     for source in map(Path, sources):
-        if source.is_dir():
+        if find_package(str(source)) is not None:
+            found.append(source)
+        elif source.is_dir():
             inside = [p for name in _FIT_FROM for p in sorted(source.glob(f"**/{name}.parquet"))]
             if not inside:
                 raise FormatError(f"{source} holds none of {', '.join(_FIT_FROM)} (.parquet); name files")

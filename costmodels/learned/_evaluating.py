@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Rows, op_codes, regime_of
+from simpart.costmodels.learned._fittable import KERNELS_FROM, fittable
 from simpart.costmodels.learned._generations import generation_of
-from simpart.costmodels.learned._measurements import Imported, Measurements, row_codes
+from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate, row_codes
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of
 from simpart.costmodels.learned._training import fit_family, without_slow
@@ -34,12 +35,20 @@ def judge_import(
     *,
     floors: bool = False,
     progress: Progress = lambda text: None,
+    reference: Sequence[Measurements] = (),
 ) -> Judged:
     """Every row of a file, predicted as `split` says. `floors` lets devices that are held out use the measured latency
-    of their smallest kernel. Raises UserError when nothing in the file has a model."""
+    of their smallest kernel. With `reference` (tables by family) baselines know those rows and not the file's own.
+    Raises UserError when nothing in the file has a model."""
     if split not in SPLITS:
         raise UnknownNameError("split", split, SPLITS)
-    parts = [judge_table(table, models, split, floors=floors, progress=progress) for table in found.tables]
+    families = dict.fromkeys(table.family for table in reference)
+    known = {family: concatenate([t for t in reference if t.family == family]) for family in families}
+    parts = []
+    for table in found.tables:
+        progress(f"judging {len(table)} rows of {table.family}")
+        beside = known.get(table.family, table.at(np.zeros(0, dtype=np.int64)) if reference else None)
+        parts.append(judge_table(table, models, split, floors=floors, progress=progress, reference=beside))
     judged = join(parts)
     return Judged(
         measured_s=judged.measured_s, predicted_s=judged.predicted_s, log_sd=judged.log_sd, groups=judged.groups,
@@ -54,24 +63,30 @@ def judge_table(
     *,
     floors: bool = False,
     progress: Progress = lambda text: None,
+    reference: Measurements | None = None,
 ) -> Judged:
     """Rows of one family."""
     count = len(table)
     predicted, log_sd = np.full(count, np.nan), np.full(count, np.nan)
     status = np.full(count, "", dtype=object)
     one_number = np.full(count, np.nan)
-    sheets = {name: sheet_of(load_device(name), FAMILY_MODELS[table.family].dtype)[0] for name in table.devices()}
+    sheets = _sheets(table)
     roofline = _roofline(table, sheets)
+    may_learn = fittable(table.source, table.device, KERNELS_FROM)
     for label, left_out, kept in _parts(table, split):
         if split == "shipped":
             model = models.get(table.family)
-        elif len(learn := without_slow(table.at(kept))) < 30:
+        elif len(learn := without_slow(table.at(kept & may_learn))) < 30:
             model = None
         else:
             model = fit_family(learn, progress=lambda text, label=label: progress(f"{split} {label}, {text}"))  # type: ignore[misc]
-        others = kept & np.isfinite(roofline) if split != "shipped" else np.ones(count, dtype=bool)
-        if others.any():
-            one_number[left_out] = roofline[left_out] * np.median(table.latency_s[others] / roofline[others])
+        if reference is None:
+            others = kept & may_learn & np.isfinite(roofline) if split != "shipped" else np.ones(count, dtype=bool)
+            factors = table.latency_s[others] / roofline[others]
+        else:
+            factors = reference.latency_s / _roofline(reference, _sheets(reference))
+        if len(factors):
+            one_number[left_out] = roofline[left_out] * np.median(factors)
         if model is None:
             continue
         for name in table.at(left_out).devices():
@@ -100,7 +115,7 @@ def judge_table(
             "op": table.op, "software": table.software, "status": status, "limit": regimes,
             "size_class": size_classes(table.latency_s), "row": table.row.astype(np.int64).astype(object),
         },
-        baselines={"one_number": one_number, "roofline": roofline, "ratio": _ratio(table, sheets, roofline)},
+        baselines={"one_number": one_number, "roofline": roofline, "ratio": _ratio(table, sheets, roofline, reference)},
     )  # fmt: skip
 
 
@@ -137,25 +152,35 @@ def _roofline(table: Measurements, sheets: Mapping[str, Sheet]) -> Floats:
     return found
 
 
-def _ratio(table: Measurements, sheets: Mapping[str, Sheet], roofline: Floats) -> Floats:
-    """Median of the same shape on the nearest other device, times the ratio of rooflines; NaN where it has none."""
-    found = np.full(len(table), np.nan)
-    shapes = row_codes([table.op, *table.dims.values()])
-    names = list(sheets)
-    for name in names:
+def _sheets(table: Measurements) -> dict[str, Sheet]:
+    return {name: sheet_of(load_device(name), FAMILY_MODELS[table.family].dtype)[0] for name in table.devices()}
+
+
+def _ratio(
+    table: Measurements, sheets: Mapping[str, Sheet], roofline: Floats, reference: Measurements | None = None
+) -> Floats:
+    """Median of the same shape on the nearest other device (of `reference`, if given), times the ratio of rooflines;
+    NaN where it has none."""
+    found, known = np.full(len(table), np.nan), np.ones(len(table), dtype=bool)
+    both = table
+    if reference is not None:
+        both, sheets = concatenate([table, reference]), {**sheets, **_sheets(reference)}
+        roofline = np.concatenate([roofline, _roofline(reference, sheets)])
+        known = np.arange(len(both)) >= len(table)
+    shapes = row_codes([both.op, *both.dims.values()])
+    names = [name for name in both.at(known).devices() if name in sheets]
+    for name in table.devices():
         others: Sequence[str] = sorted((n for n in names if n != name), key=lambda n: distance(sheets[n], sheets[name]))
         mine = np.flatnonzero(table.device == name)
         for other in others[:1]:
-            theirs = np.flatnonzero(table.device == other)
-            if not len(theirs):
-                continue
-            order = theirs[np.lexsort((table.latency_s[theirs], shapes[theirs]))]
+            theirs = np.flatnonzero(known & (both.device == other))
+            order = theirs[np.lexsort((both.latency_s[theirs], shapes[theirs]))]
             keys, starts, counts = np.unique(shapes[order], return_index=True, return_counts=True)
             middle = order[starts + (counts - 1) // 2]
             place = np.clip(np.searchsorted(keys, shapes[mine]), 0, len(keys) - 1)
             same = keys[place] == shapes[mine]
-            known = middle[place[same]]
-            found[mine[same]] = table.latency_s[known] * roofline[mine[same]] / roofline[known]
+            rows = middle[place[same]]
+            found[mine[same]] = both.latency_s[rows] * roofline[mine[same]] / roofline[rows]
     return found
 
 

@@ -74,9 +74,22 @@ def row_codes(keys: Sequence[Any]) -> np.ndarray[tuple[int], np.dtype[np.int64]]
     """The same number for rows that are equal in every key."""
     combined = np.zeros(len(keys[0]), dtype=np.int64)
     for key in keys:
-        code = np.unique(key, return_inverse=True)[1]
+        code = _codes(np.asarray(key))
+        if not code.any():
+            continue
         combined = np.unique(combined * (int(code.max(initial=0)) + 1) + code, return_inverse=True)[1].astype(np.int64)
     return combined
+
+
+def _codes(key: Any) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    """Places of values in the sorted list of distinct ones. Sorting all texts of a column would take most of an
+    import, so texts are looked up."""
+    if key.dtype != object:
+        found: np.ndarray[tuple[int], np.dtype[np.int64]] = np.unique(key, return_inverse=True)[1].astype(np.int64)
+        return found
+    values = key.tolist()
+    place = {value: number for number, value in enumerate(sorted(set(values)))}
+    return np.fromiter(map(place.__getitem__, values), dtype=np.int64, count=len(values))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

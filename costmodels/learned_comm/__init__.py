@@ -11,11 +11,18 @@ from simpart.costmodels.learned_comm._estimate import LearnedComm
 if TYPE_CHECKING:
     from simpart.evaluation import Judged
 
-__all__ = ["SHIPPED", "LearnedComm", "evaluate", "load", "save"]
+__all__ = ["SHIPPED", "LearnedComm", "evaluate", "evaluate_package", "load", "save"]
 
 
 def evaluate(*arguments: Any) -> tuple[Judged, Mapping[str, Any]]:
     """What `simpart evaluate` asks for tables of collectives; see `_evaluating.evaluate`."""
     from simpart.costmodels.learned_comm._evaluating import evaluate as run
+
+    return run(*arguments)
+
+
+def evaluate_package(*arguments: Any) -> tuple[Judged, Mapping[str, Any]]:
+    """What `simpart evaluate` asks for the collectives in aiconfigurator-core; see `_evaluating.evaluate_package`."""
+    from simpart.costmodels.learned_comm._evaluating import evaluate_package as run
 
     return run(*arguments)

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from simpart.costmodels.learned._adapters import read_frame
+from simpart.costmodels.learned._fittable import COLLECTIVES_FROM, fittable, never_fitted
+from simpart.costmodels.learned._package import COLLECTIVES, chosen, find_package, read_collectives
 from simpart.costmodels.learned_comm._artifact import SHIPPED, save
 from simpart.costmodels.learned_comm._calibrate import fit as fit_records
 from simpart.costmodels.learned_comm._evaluating import clean
@@ -21,10 +23,13 @@ _HEAD_BYTES = 4096
 
 
 def collectives_in(sources: Sequence[str]) -> list[Path]:
-    """Those of these files, or files named collectives.csv in these folders, that are tables of collectives, and logs
-    of nccl-tests among the files."""
+    """Those of these files, or files named collectives.csv in these folders, that are tables of collectives, logs
+    of nccl-tests among the files, and aiconfigurator-core where it is named."""
     found = []
     for source in map(Path, sources):
+        if (package := find_package(str(source))) is not None:
+            found += [source] * any(table.content == COLLECTIVES for table in package.tables)
+            continue
         inside = sorted(source.glob("**/collectives*.csv")) if source.is_dir() else [source]
         found += [path for path in inside if path.suffix in SUFFIXES and path.is_file()]
         found += [
@@ -44,9 +49,18 @@ def fit(paths: Sequence[Path], output: str | None, progress: Callable[[str], Non
     tables, files = [], {}
     for path in paths:
         progress(f"reading {path.name}")
-        records = read_records(read_log(path) if path.suffix in SUFFIXES else read_frame(path), str(path))
+        package = find_package(str(path))
+        if package is not None:
+            frame = read_collectives(package, chosen(package, (COLLECTIVES,)), progress)
+        else:
+            frame = read_log(path) if path.suffix in SUFFIXES else read_frame(path)
+        records = read_records(frame, str(path))
         cleaned, refused = clean(records)
-        files[path.name] = {"rows": len(records), "left_out": refused}
+        name = path.name if package is None else f"{path.name}, {COLLECTIVES}"
+        files[name] = {"rows": len(records), "left_out": refused}
+        if withheld := never_fitted(cleaned.source, cleaned.device, COLLECTIVES_FROM):
+            files[name]["never_fitted"] = withheld
+            cleaned = cleaned.at(fittable(cleaned.source, cleaned.device, COLLECTIVES_FROM))
         if len(cleaned):
             tables.append(cleaned)
     if not tables:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from simpart.costmodels.learned._adapters import device_named
+from simpart.costmodels.learned._fittable import COLLECTIVES_FROM, fittable
 from simpart.costmodels.learned._generations import generation_of
+from simpart.costmodels.learned._package import COLLECTIVES, NAME, Package, chosen, read_collectives
 from simpart.costmodels.learned_comm._artifact import SHIPPED, load
 from simpart.costmodels.learned_comm._calibrate import fit, size_fold, with_floors
 from simpart.costmodels.learned_comm._interconnects import FABRICS
@@ -23,7 +26,7 @@ from simpart.evaluation import Judged, join
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["SPLITS", "clean", "evaluate", "judge_records"]
+__all__ = ["SPLITS", "clean", "evaluate", "evaluate_package", "judge_records"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Names = np.ndarray[tuple[int], np.dtype[np.object_]]
@@ -43,10 +46,34 @@ def evaluate(
     measured time of their own smallest all-reduce of two, as the `floor` of a link level would give it."""
     if split not in SPLITS:
         raise UnknownNameError("split of collectives", split, SPLITS)
-    records, refused = clean(read_records(frame, name))
+    return _answered(*clean(read_records(frame, name)), name, split, floors, models, progress)
+
+
+def evaluate_package(
+    package: Package, devices: Sequence[str], split: str, floors: bool, models: str | None, progress: Progress
+) -> tuple[Judged, Mapping[str, Any]]:
+    """Collectives in aiconfigurator-core, judged. Baselines know only devices that the model may learn from."""
+    tables = chosen(package, (COLLECTIVES,), devices)
+    allowed = [t for t in chosen(package, (COLLECTIVES,)) if device_named(t.system) in COLLECTIVES_FROM]
+    records, refused = clean(read_records(read_collectives(package, tables, progress), NAME))
+    reference = None
+    if split == "shipped" and allowed:
+        reference = clean(read_records(read_collectives(package, allowed, progress), NAME))[0]
+    judged, more = _answered(records, refused, NAME, split, floors, models, progress, reference)
+    return judged, {**more, "not_read": dict(package.not_read)}
+
+
+def _answered(
+    records: Records, refused: Mapping[str, int], name: str, split: str, floors: bool, models: str | None,
+    progress: Progress, reference: Records | None = None,
+) -> tuple[Judged, Mapping[str, Any]]:  # fmt: skip
+    if split not in SPLITS:
+        raise UnknownNameError("split of collectives", split, SPLITS)
     if not len(records):
         raise UserError(f"{name}: no row can be predicted: {', '.join(f'{n} {r}' for r, n in refused.items())}")
-    judged = judge_records(records, split, refused, floors=floors, models=models, progress=progress)
+    judged = judge_records(
+        records, split, refused, floors=floors, models=models, progress=progress, reference=reference
+    )
     notes, trained = [], []
     if split == "shipped":
         model = load(Path(models) if models else SHIPPED)
@@ -70,15 +97,17 @@ def clean(records: Records) -> tuple[Records, dict[str, int]]:
 
 def judge_records(
     records: Records, split: str, refused: Mapping[str, int], *, floors: bool = False, models: str | None = None,
-    progress: Progress = lambda text: None,
+    progress: Progress = lambda text: None, reference: Records | None = None,
 ) -> Judged:  # fmt: skip
-    """Every row predicted by a model that never saw its fold."""
+    """Every row predicted by a model that never saw its fold. With `reference` baselines of the shipped model know
+    those rows and not the table's own."""
+    may_learn = fittable(records.source, records.device, COLLECTIVES_FROM)
     if split == "shipped":
         model = load(Path(models) if models else SHIPPED)
-        return _judged(records, model, records, refused)
+        return _judged(records, model, records if reference is None else reference, refused)
     parts: list[Judged] = []
     for text, held in _folds(records, split):
-        left_in, test = records.at(~held), records.at(held)
+        left_in, test = records.at(~held & may_learn), records.at(held)
         if not len(left_in) or not len(test):
             continue
         progress(f"{split}: {text}")

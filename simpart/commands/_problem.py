@@ -16,16 +16,19 @@ from simpart.commands._place import PLACE
 from simpart.configure import RECOMPUTE, SELECTIVE, Configuration
 from simpart.cost import Costs
 from simpart.errors import UserError
-from simpart.hardware import Cluster, load_cluster
+from simpart.hardware import Cluster, Host, load_cluster
+from simpart.hardware.quantity import format_quantity, parse_quantity
 from simpart.problem import Problem, Space, check_global_batch
 from simpart.schedule import SCHEDULES
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
 __all__ = [
     "build_problem", "configuration_of", "configuration_options", "costs_of", "freeze_costs", "parse_seconds",
-    "problem_options", "training_of",
+    "problem_options", "seconds_of", "training_of",
 ]  # fmt: skip
 
+LONGEST_LAUNCH_S = 0.01
+"""From here on a launch time is a slip of the unit."""
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -60,8 +63,12 @@ def problem_options(*, required: bool = True) -> Callable[[F], F]:
 
 
 def costs_options() -> tuple[Callable[[F], F], ...]:
-    """Prices from a file, and into one."""
+    """Prices from a file, and into one; the host's part of them."""
     return (
+        click.option(
+            "--launch-time", default=None, metavar="TIME",
+            help="What the host takes to launch one kernel, as in 12us; instead of what hosts of other people take.",
+        ),
         click.option(
             "--costs", type=click.Path(path_type=Path), default=None, metavar="TABLE.npz",
             help="Prices from this table, as --freeze-costs wrote it: no cost model is asked.",
@@ -159,9 +166,25 @@ def costs_of(cluster: Cluster, options: dict[str, Any]) -> Costs:
         costs: Costs = folder("costmodels.frozen").load_frozen(table)
     else:
         costs = default_costs(cluster, store=options["store"], profiles=not options["no_profiles"])
+    if options.get("launch_time") is not None:
+        costs = with_launch_time(costs, cluster, options["launch_time"])
     if record:
         costs, _ = folder("costmodels.frozen").record(costs)
     return costs
+
+
+def with_launch_time(costs: Costs, cluster: Cluster, text: str) -> Costs:
+    """Costs with the launch time that --launch-time states, whatever profiles, cluster file or other hosts say."""
+    from simpart.registry import folder
+
+    launch_s = seconds_of("--launch-time", text)
+    if not launch_s < LONGEST_LAUNCH_S:
+        rule = f"must be below {format_quantity(LONGEST_LAUNCH_S, 's')}, got {text}"
+        raise UserError(f"--launch-time {rule}; it is per kernel, as in 12us")
+    if not any(device.kind == "gpu" for device in cluster.kinds):
+        raise UserError(f"--launch-time is of hosts of GPUs, and {cluster.name} has none; leave it out")
+    changed: Costs = folder("costmodels").with_host(costs, Host(eager_launch_s=launch_s, compiled_launch_s=launch_s))
+    return changed
 
 
 def freeze_costs(problem: Problem, options: dict[str, Any]) -> None:
@@ -171,6 +194,14 @@ def freeze_costs(problem: Problem, options: dict[str, Any]) -> None:
     if options.get("freeze_costs") is not None:
         compute: Any = problem.costs.compute
         folder("costmodels.frozen").save_frozen(options["freeze_costs"], compute.recorder)
+
+
+def seconds_of(option: str, text: str) -> float:
+    """The time that an option states with its unit; faults name the option."""
+    try:
+        return parse_quantity(text, "s")
+    except UserError as error:
+        raise UserError(f"{option}: {error}") from error
 
 
 def parse_seconds(text: str | None) -> float | None:

@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from simpart.commands._console import print_document
-from simpart.errors import FormatError, UserError
+from simpart.errors import FormatError, UnknownNameError, UserError
 
 __all__ = ["DATA_SETS", "evaluate"]
 
@@ -22,9 +22,23 @@ DATA_SETS: tuple[tuple[str, frozenset[str], str], ...] = (
 """(kind, columns that tell it, `module:function`); the function takes (frame, name, split, floors, models, progress)
 and returns a Judged and more keys for the document. The last one says what is missing in an unknown file."""
 
+_PACKAGE = "simpart.costmodels.learned._package"
+_KERNELS, _COLLECTIVES = "simpart.costmodels.learned._command", "simpart.costmodels.learned_comm"
+_DEVICE_COLUMNS = ("system", "device", "gpu")
+
 
 @click.command()
 @click.argument("dataset", type=click.Path())
+@click.option(
+    "--device", "devices", multiple=True, help="Judge only rows of this device, by any of its names; may be repeated."
+)
+@click.option(
+    "--table",
+    "contents",
+    multiple=True,
+    help="Of aiconfigurator-core only this: gemm, attention, encoder_attention, moe (all four without it; may be "
+    "repeated), or collectives, which are judged alone.",
+)
 @click.option(
     "--split",
     default="shipped",
@@ -40,6 +54,8 @@ and returns a Judged and more keys for the document. The last one says what is m
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def evaluate(
     dataset: str,
+    devices: tuple[str, ...],
+    contents: tuple[str, ...],
     split: str,
     models: str | None,
     floors: bool,
@@ -47,21 +63,37 @@ def evaluate(
     figures: str | None,
     as_json: bool,
 ) -> None:
-    """How near predictions come to measurements of DATASET (CSV, Parquet or a log of nccl-tests): error, bias, rank,
-    intervals, baselines.
+    """How near predictions come to measurements of DATASET: error, bias, rank, intervals, baselines.
+
+    DATASET is a table of kernels or of collectives (CSV, Parquet), a log of nccl-tests, or `aiconfigurator-core`: the
+    tables inside that Python package where it is installed (simpart[aic]), or in the folder that its wheel was
+    unpacked into, which may be named instead. Its code is not run. Models never learn from devices of it that the
+    shipped ones were not made from, in no split.
 
     \b
-    Example: simpart evaluate op_gemm_aic.parquet --split leave-one-device-out
+    Examples: simpart evaluate op_gemm_aic.parquet --split leave-one-device-out
+              simpart evaluate aiconfigurator-core --device h100_sxm --table gemm
+              simpart evaluate aiconfigurator-core --table collectives
     """
     from simpart.evaluation import summary
 
-    frame = _read(Path(dataset))
-    columns = set(map(str, frame.columns))
-    kind, function = next((name, where) for name, needed, where in DATA_SETS if needed <= columns)
-    module, _, attribute = function.partition(":")
-    judged, more = getattr(importlib.import_module(module), attribute)(
-        frame, dataset, split, floors, models, _Progress()
-    )
+    progress = _Progress()
+    tables: Any = importlib.import_module(_PACKAGE)
+    package = tables.find_package(dataset)
+    if package is not None:
+        kind, judged, more = _judge_package(package, contents, devices, split, floors, models, progress)
+    elif contents:
+        raise UserError(f"--table is for {tables.NAME}, got {dataset}; leave it out")
+    else:
+        frame = _read(Path(dataset))
+        if devices:
+            frame = _only(frame, devices, dataset)
+        columns = set(map(str, frame.columns))
+        kind, function = next((name, where) for name, needed, where in DATA_SETS if needed <= columns)
+        module, _, attribute = function.partition(":")
+        judged, more = getattr(importlib.import_module(module), attribute)(
+            frame, dataset, split, floors, models, progress
+        )
     charge = "alpha_beta" if kind == "collectives" else "roofline"
     found = summary(judged, charge=charge, by=("source", "device", "family", "size_class", "limit", "status", "op"))
     document = {"dataset": dataset, "kind": kind, "split": split, "charge": charge, **found, **more}
@@ -73,6 +105,39 @@ def evaluate(
         print_document(document)
     else:
         _print(document)
+
+
+def _judge_package(
+    package: Any,
+    contents: tuple[str, ...],
+    devices: tuple[str, ...],
+    split: str,
+    floors: bool,
+    models: str | None,
+    progress: _Progress,
+) -> tuple[str, Any, Any]:
+    """Kind of data set, rows judged, and more keys for the document."""
+    if "collectives" in contents and len(set(contents)) > 1:
+        raise UserError(f"--table collectives is judged alone, got {', '.join(contents)}; run twice")
+    if "collectives" in contents:
+        module: Any = importlib.import_module(_COLLECTIVES)
+        return "collectives", *module.evaluate_package(package, devices, split, floors, models, progress)
+    module = importlib.import_module(_KERNELS)
+    return "ops", *module.evaluate_package(package, contents, devices, split, floors, models, progress)
+
+
+def _only(frame: Any, devices: tuple[str, ...], dataset: str) -> Any:
+    """Rows of some devices, by any of their names."""
+    named: Any = importlib.import_module("simpart.costmodels.learned._adapters").device_named
+    column = next((name for name in _DEVICE_COLUMNS if name in frame.columns), None)
+    if column is None:
+        raise FormatError(f"{dataset} names no device; --device needs one of the columns {', '.join(_DEVICE_COLUMNS)}")
+    spelled = frame[column].astype(str)
+    there = {text: named(text) or text for text in spelled.unique()}
+    wanted = {named(text) or text for text in devices}
+    for name in sorted(wanted - set(there.values())):
+        raise UnknownNameError(f"device of {dataset}", name, sorted(set(there.values())))
+    return frame[spelled.map(there).isin(wanted)].reset_index(drop=True)
 
 
 class _Progress:
@@ -160,6 +225,10 @@ def _print(document: dict[str, Any]) -> None:
     console.print(f"{document['covered']} of {document['rows']} rows covered", markup=False)
     for reason, count in document["not_covered"].items():
         console.print(f"  {count} rows: {reason}", markup=False)
+    if document.get("not_read"):
+        rest = document["not_read"]
+        kinds = ", ".join(f"{count} {name}" for name, count in list(rest.items())[:4])
+        console.print(f"not read: {sum(rest.values())} rows that no model describes ({kinds}, ...)", markup=False)
     for note in document.get("notes", ()):
         console.print(f"note: {note}", markup=False)
     table = Table(

@@ -36,7 +36,8 @@ _COMMUNICATION = "communication"
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
 def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], seed: int, as_json: bool) -> None:
-    """Learn kernel times, and those of collectives, from measurements in SOURCES (files or folders); prints errors on
+    """Learn kernel times, and those of collectives, from measurements in SOURCES (files, folders, or the Python package
+    `aiconfigurator-core`, of which only devices that the shipped models know are learned from); prints errors on
     held-out devices. With -o the communication model is written beside it as JSON. A profile store (see simpart
     profile) gets models of the devices it was measured on, for shapes that were not.
 
@@ -68,7 +69,13 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
     elif _COMMUNICATION in only:
         raise UserError(f"--family {_COMMUNICATION} needs a table of collectives, got none in {', '.join(sources)}")
     wanted = [name for name in only if name != _COMMUNICATION]
-    kernels = [s for s in sources if Path(s) not in collectives and (not collectives or _may_hold_kernels(Path(s)))]
+    tables: Any = importlib.import_module("simpart.costmodels.learned._package")
+    kernels = [
+        source
+        for source in sources
+        if tables.find_package(source) is not None
+        or (Path(source) not in collectives and (not collectives or _may_hold_kernels(Path(source))))
+    ]
     if (kernels and (wanted or not only)) or not collectives:
         module: Any = importlib.import_module("simpart.costmodels.learned._command")
         models, found = module.fit(kernels, output, wanted, seed, progress)
@@ -80,6 +87,7 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
         )
         return
     _print_errors(families)
+    _print_withheld(files)
     _print_overheads(files)
     overheads: Any = importlib.import_module("simpart.costmodels.learned._overheads")
     words = overheads.host_words(overheads.shipped_overheads())
@@ -87,15 +95,25 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
     click.echo(f"fitted in {time.monotonic() - start:.0f} s")
 
 
+def _print_withheld(files: dict[str, Any]) -> None:
+    """Rows of devices that are only there to judge by."""
+    for name, file in files.items():
+        withheld = file.get("never_fitted")
+        if withheld:
+            words = ", ".join(f"{count} of {device}" for device, count in withheld.items())
+            click.echo(f"{name}: left out, because these devices are only there to judge by: {words}")
+
+
 def _print_overheads(files: dict[str, Any]) -> None:
-    """What traces show of launching, as lines of a device file."""
+    """What traces show of launching, and where to say it."""
     from simpart.describe import human_seconds
 
     for name, file in files.items():
         found = file.get("overheads")
         if found:
             words = ", ".join(f"{key.removesuffix('_s')}: {human_seconds(value)}" for key, value in found.items())
-            click.echo(f"{name} shows {words}; write them into the device's file for eager and launch-bound steps")
+            host = "for steps on this host give the first as --launch-time, or as host.eager_launch of its cluster"
+            click.echo(f"{name} shows {words}; {host if 'kernel_launch_s' in found else 'for the device file'}")
 
 
 def _fit_stores(

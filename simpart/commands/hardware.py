@@ -15,13 +15,14 @@ from simpart.errors import UnknownNameError, UserError
 from simpart.hardware import (
     Cluster,
     Device,
+    Host,
     device_to_dict,
     list_clusters,
     list_devices,
     load_cluster,
     load_device,
 )
-from simpart.quantity import format_quantity
+from simpart.hardware.quantity import format_quantity
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -94,7 +95,7 @@ def check(file: str, as_json: bool) -> None:
     \b
     Example: simpart hardware check my-cluster.yaml
     """
-    from simpart.hardware_files import read_hardware
+    from simpart.hardware.files import read_hardware
 
     found = read_hardware(file)
     kind = "device" if isinstance(found, Device) else "cluster"
@@ -118,7 +119,7 @@ def detect(as_json: bool) -> None:
 def _either(name: str) -> Device | Cluster:
     """A file's content, or what has this name among clusters and devices."""
     if name.endswith((".yaml", ".yml")):
-        from simpart.hardware_files import read_hardware
+        from simpart.hardware.files import read_hardware
 
         return read_hardware(name)
     try:
@@ -159,8 +160,23 @@ def _print(found: Device | Cluster, as_json: bool) -> None:
         model = f"validated on {count} rows" if count else "never validated"
         table.add_row(where, str(level.size), level.kind, rate, latency, str(level.shared_by), model, sources)
     _show(table)
+    if found.host is not None:
+        _show(_host_table(found.host))
     for device in found.kinds:
         _show(_device_table(device))
+
+
+def _host_table(host: Host) -> Table:
+    table, sources = _table("host", "value", "source"), dict(host.sources)
+    rows = [
+        ("eager launch", host.eager_launch_s, "eager_launch"),
+        ("compiled launch", host.compiled_launch_s, "compiled_launch"),
+        ("per step", host.step_overhead_s, "step_overhead"),
+    ]
+    for name, value, key in rows:
+        if value is not None:
+            table.add_row(name, _rounded(value, "s"), sources.get(key, ""))
+    return table
 
 
 def _device_table(device: Device) -> Table:

@@ -23,8 +23,10 @@ from simpart.commands._problem import (
     costs_of,
     freeze_costs,
     problem_options,
+    seconds_of,
 )
 from simpart.commands._stochastic import STOCHASTIC, print_worlds, stochastic_options, worlds_asked
+from simpart.describe import human_seconds
 from simpart.errors import UserError
 
 __all__ = ["simulate"]
@@ -39,6 +41,10 @@ __all__ = ["simulate"]
     help="simpy is the slow reference; contention lets transfers share links.",
 )  # fmt: skip
 @grain_options()
+@click.option(
+    "--measured", default=None, metavar="TIME",
+    help="What the step took on the machine, as in 112ms: tells the --launch-time that explains it.",
+)  # fmt: skip
 @click.option("--trace", type=PLACE, default=None, help="Perfetto trace to write.")
 @click.option("--report", type=PLACE, default=None, help="Page (.html) or picture (.png, .svg).")
 @click.option("--tiles", type=PLACE, default=None, help="Picture of tensors by device to write (.png, .svg).")
@@ -52,6 +58,7 @@ def simulate(
     prefetch: int,
     overlap: bool,
     engine: str,
+    measured: str | None,
     trace: Path | None,
     report: Path | None,
     tiles: Path | None,
@@ -69,6 +76,9 @@ def simulate(
 
     problem, plan = problem_of(target, options)
     settings = settings_of(grain, prefetch, overlap)
+    measured_s = None if measured is None else seconds_of("--measured", measured)
+    if measured_s == 0:
+        raise UserError(f"--measured must be above 0, got {measured}")
     result = simulate_plan(problem, plan, engine, grain, settings)  # type: ignore[arg-type]
     freeze_costs(problem, options)
     worlds = worlds_asked(
@@ -87,27 +97,31 @@ def simulate(
         graph = problem.graph.at(max(plan.batch.sizes[0]))
         by_device = None
         if plan.shardings and report.suffix == ".html":
-            from simpart.tiling import tiling
+            from simpart.report.tiling import tiling
 
             by_device = tiling(plan, graph)
         save_report(report, result, title, describe(plan, graph, problem.cluster), by_device)
     if tiles is not None:
-        from simpart.tiling import save_tiling
+        from simpart.report.tiling import save_tiling
 
         save_tiling(tiles, plan, problem.graph.at(max(plan.batch.sizes[0])), title)
     if as_json:
         more = coverage_documents(problem, plan, profile_next)
+        if measured_s is not None:
+            more = {"measured": {"step_s": measured_s, "launch_s": launch_time(problem, plan, measured_s)}, **more}
         if worlds is not None:
             more = {"stochastic": worlds.to_json(), **more}
         print_document(prediction_document(plan, result, **more))
         stop_if_extrapolated(result, fail_if_extrapolated)
         return
     print_prediction(problem, plan, result, title)
+    if measured_s is not None:
+        click.echo(f"measured     {measured_words(problem, plan, result.step_s, measured_s)}")
     if worlds is not None:
         print_worlds(worlds, options["against"])
     print_coverage(problem, plan, profile_next)
     if timeline:
-        from simpart.timeline import timeline as text_timeline
+        from simpart.report.timeline import timeline as text_timeline
 
         click.echo(text_timeline(result))
     if trace is not None:
@@ -117,12 +131,30 @@ def simulate(
     stop_if_extrapolated(result, fail_if_extrapolated)
 
 
+def launch_time(problem: Any, plan: Any, measured_s: float) -> float | None:
+    """Seconds per launch that explain a measured step; None where none does."""
+    from simpart.registry import folder
+
+    found: float | None = folder("costmodels.learned._launch_time").launch_time_of(problem, plan, measured_s)
+    return found
+
+
+def measured_words(problem: Any, plan: Any, step_s: float, measured_s: float) -> str:
+    """How far a measured step is from its prediction, and what a launch would take that explains it."""
+    launch_s = launch_time(problem, plan, measured_s)
+    told = f"{human_seconds(measured_s)}: predicted {100 * (step_s / measured_s - 1):+.0f} %; "
+    if launch_s is None:
+        return told + "no launch time explains it: other things keep this step, or kernels alone take as long"
+    return told + f"launches of {1e6 * launch_s:.3g} us explain it: --launch-time {1e6 * launch_s:.3g}us"
+
+
 def refuse_options() -> None:
     """A plan file says all that a configuration would: options that would go unheard are refused."""
     context = click.get_current_context()
     mine = (
-        "store", "no_profiles", "costs", "freeze_costs", "engine", "grain", "prefetch", "overlap", "trace", "report",
-        "tiles", "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target", *STOCHASTIC,
+        "store", "no_profiles", "launch_time", "costs", "freeze_costs", "engine", "grain", "prefetch", "overlap",
+        "measured", "trace", "report", "tiles", "timeline", "profile_next", "fail_if_extrapolated", "as_json", "target",
+        *STOCHASTIC,
     )  # fmt: skip
     for parameter in context.command.params:
         given = context.get_parameter_source(parameter.name or "") is ParameterSource.COMMANDLINE
@@ -148,7 +180,7 @@ def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
 
 def plan_of(path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     """(Problem, Plan) of a plan file."""
-    from simpart.plan_format import load_plan
+    from simpart.plan.format import load_plan
     from simpart.problem import Problem
 
     file = load_plan(path)

@@ -13,7 +13,8 @@ __all__ = ["BERTDims", "GPTDims", "LSTMDims", "LlamaDims", "MoEDims", "T5Dims"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTDims:
-    """A GPT: learned positions, pre-LN blocks, GELU MLP of width 4 · hidden. Defaults are GPT-2 small."""
+    """A GPT: learned positions, pre-LN blocks, GELU MLP of width 4 · hidden. Defaults are GPT-2 small. `eager` keeps
+    attention scores, as software did before fused kernels."""
 
     layers: int = 12
     hidden: int = 768
@@ -22,6 +23,7 @@ class GPTDims:
     vocab: int = 50257
     tied: bool = False
     dropout: float = 0.0
+    eager: bool = False
 
     def __post_init__(self) -> None:
         positive(self)

@@ -21,7 +21,8 @@ class GPT(nn.Module):
         self.wpe = nn.Embedding(dims.seq, dims.hidden)
         self.dropout = nn.Dropout(dims.dropout) if dims.dropout else nn.Identity()
         self.h = nn.ModuleList(
-            Block(dims.hidden, dims.heads, causal=True, dropout=dims.dropout) for _ in range(dims.layers)
+            Block(dims.hidden, dims.heads, causal=True, dropout=dims.dropout, eager=dims.eager)
+            for _ in range(dims.layers)
         )
         self.ln_f = nn.LayerNorm(dims.hidden)
         self.head = nn.Linear(dims.hidden, dims.vocab, bias=False)
