@@ -470,8 +470,8 @@ LIMITS = """## What limits these figures, and what was tried
 * **The share of its bandwidth that a device reaches is on no data sheet**: plain elementwise kernels reach 0.92 on
   V100, 0.87 on both A100, 0.74 on P100 and T4. Bandwidth per multiprocessor and clock, L2, stacked or not and error
   correction don't order them; V100 left out is told 19 % too slow by what the others reach.
-* **fp16 norms, activations, rope, add**: what one device's kernels leave of its bandwidth, by size and op, is carried to
-  the other (core and a quarter of the ratio before: activations A100 13.9 and H100 16.7 %, now 12.1 and 14.2). The
+* **fp16 norms, activations, rope, add**: what one device's kernels leave of its bandwidth, by size and op, is carried
+  to the other (core and a quarter of the ratio before: activations A100 13.9 and H100 16.7 %, now 12.1 and 14.2). The
   ratio alone does as well but scales launches too: rows below 15 µs on A100 15.5 against 12.1 %. H100 reaches a share 7
   to 16 % higher than A100 in all but norms, of which multiprocessors and clocks would explain 5.
 * **Convolutions** (3×3, stride 1) are told as direct products or as Winograd's sixteen smaller ones, with the side of
