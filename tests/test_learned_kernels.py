@@ -65,8 +65,8 @@ def test_batched_products_take_the_inner_dim_in_whole_steps() -> None:
 
 def test_convolutions_of_three_taps_save_at_most_what_winograd_does() -> None:
     family, product = FAMILY_MODELS["conv32"], FAMILY_MODELS["gemm32"]
-    sizes = {"m": 16 * 56.0**2, "n": 256.0, "channels": np.array([64.0, 256, 1024]), "side": 56.0}
-    rows = asked(family, **sizes, k=9 * sizes["channels"], kernel=3, stride=1)
+    channels = np.array([64.0, 256, 1024])
+    rows = asked(family, m=16 * 56.0**2, n=256.0, channels=channels, side=56.0, k=9 * channels, kernel=3, stride=1)
     direct = product.variants[0](np.log([c for c, _ in family.constants.values()]), rows)
     saved = direct / core_s(family, rows)
     assert (saved > 1.2).all()
