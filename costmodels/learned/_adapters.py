@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from simpart.costmodels.learned._families import FAMILY_MODELS
-from simpart.costmodels.learned._measurements import Imported, Measurements, row_codes
+from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate, row_codes
 from simpart.costmodels.learned._rules import judge
 from simpart.costmodels.learned._training import rows_of, sheets_for
 from simpart.errors import FormatError, UserError
@@ -95,7 +95,8 @@ def import_frame(frame: pd.DataFrame, name: str = "table") -> Imported:
     left = int((~taken).sum())
     if left:
         refused["no_model_of_this_op_or_dtype"] += left
-    return Imported(kind=kind.name, tables=tuple(tables), rows=len(frame), refused=dict(refused))
+    together = [[t for t in tables if t.family == name] for name in dict.fromkeys(t.family for t in tables)]
+    return Imported(kind=kind.name, tables=tuple(map(concatenate, together)), rows=len(frame), refused=dict(refused))
 
 
 def _renamed(frame: pd.DataFrame) -> pd.DataFrame:
@@ -318,7 +319,7 @@ def _read_convolutions(frame: pd.DataFrame) -> Iterable[Measurements]:
     dims = {
         "batch": 1.0, "m": _number(frame, "batch") * side**2, "n": _number(frame, "out_channels"),
         "k": channels * kernel**2, "in_bytes": 4.0, "out_bytes": 4.0, "kernel": kernel, "stride": stride,
-        "channels": channels,
+        "channels": channels, "side": side,
     }  # fmt: skip
     yield _table("conv32", frame, rows, dims, "conv2d", "torch")
 

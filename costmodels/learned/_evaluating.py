@@ -127,10 +127,7 @@ def _parts(table: Measurements, split: str) -> list[tuple[str, Any, Any]]:
         return [("", everything, ~everything)]
     if split == "published":
         train = np.array([name.startswith("train") for name in table.split.tolist()], dtype=bool)
-        return [
-            (device, (table.device == device) & ~train, (table.device != device) & train)
-            for device in table.at(~train).devices()
-        ]
+        return [("", ~train, train)]
     if split == "random":
         shapes = row_codes([table.op, *table.dims.values()])
         fold = np.random.default_rng(0).permutation(int(shapes.max(initial=0)) + 1)[shapes] % 5

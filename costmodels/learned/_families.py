@@ -1,7 +1,7 @@
 """Families of kernels that models are learned for: what their dims mean, how they are computed, what the residual sees.
 
 gemm16, gemm8, gemm4, gemm32, bgemm32   batch, m, n, k, in_bytes, out_bytes       (batch,) m×k times k×n
-conv32         as gemm32 (implicit product), and kernel, stride, channels
+conv32         as gemm32 (implicit product), and kernel, stride, channels, side (of the output)
 attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, in_bytes, out_bytes
 memory32, memory16   bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
 """
@@ -20,6 +20,7 @@ from simpart.costmodels.learned._attention import (
     attention_features,
     attention_seconds,
 )
+from simpart.costmodels.learned._convolution import WINOGRAD_SAVES, convolution_features, convolution_seconds
 from simpart.costmodels.learned._grouped import (
     GROUPED_CONSTANTS,
     grouped_arithmetic_s,
@@ -64,6 +65,8 @@ class Family:
     out luck of a fit; constant 0 is always the latency of the smallest kernel. `smallest` are the dims of such a one.
     `core_rows` are those that the constants are fitted on, where not on all. `by_fastest`: of the trained devices the
     one that gets nearest to its sustained peak says how near one gets; what holds others back no data sheet tells.
+    `carries_over`: what the trees say of one kind of device holds on others, since a kernel that leaves bandwidth
+    unused does so everywhere; of other families it does not.
     """
 
     name: str
@@ -78,6 +81,7 @@ class Family:
     timed_by_host: bool = False
     core_rows: Callable[[Dims], Bools] | None = None
     by_fastest: bool = False
+    carries_over: bool = False
 
 
 def regime_of(family: Family, rows: Rows) -> Ints:
@@ -96,8 +100,8 @@ def op_codes(op: np.ndarray[tuple[int], np.dtype[np.object_]]) -> Ints:
 _PRODUCT = ("batch", "m", "n", "k", "in_bytes", "out_bytes")
 
 
-def _tiles(constants: Floats, rows: Rows, *, by_clock: bool, floor_in_clocks: bool) -> Floats:
-    return tile_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock, floor_in_clocks=floor_in_clocks)
+def _tiles(constants: Floats, rows: Rows, *, by_clock: bool, floor_in_clocks: bool, step: float = 32.0) -> Floats:
+    return tile_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock, floor_in_clocks=floor_in_clocks, step=step)
 
 
 def _product(
@@ -108,6 +112,7 @@ def _product(
     *,
     timed_by_host: bool = False,
     by_fastest: bool = False,
+    step: float = 32.0,
     **change: tuple[float, float],
 ) -> Family:
     """`timed_by_host`: the source's latencies hold some 25 µs of launch and events, in seconds rather than clocks."""
@@ -119,7 +124,7 @@ def _product(
             "compute_share": (0.95, 0.15),
             **change,
         }
-    tiles = partial(_tiles, floor_in_clocks=not timed_by_host)
+    tiles = partial(_tiles, floor_in_clocks=not timed_by_host, step=step)
     return Family(
         name=name,
         dtype=dtype,
@@ -132,35 +137,29 @@ def _product(
         arithmetic_s=lambda rows: (
             2.0 * rows.dims["batch"] * rows.dims["m"] * rows.dims["n"] * rows.dims["k"] / rows.sheet.peak
         ),
-        features=lambda rows, analytic: product_features(rows.dims, rows.sheet, analytic),
+        features=lambda rows, analytic: product_features(rows.dims, rows.sheet, analytic, step=step),
         smallest={"batch": 1, "m": 1, "n": 64, "k": 64, "in_bytes": in_bytes, "out_bytes": out_bytes},
     )
 
 
-def _convolution_features(rows: Rows, analytic: Floats) -> list[Floats]:
-    dims = rows.dims
-    found = product_features(dims, rows.sheet, analytic)
-    found += [dims["kernel"], dims["stride"], dims["channels"] % 4, np.log(dims["channels"])]
-    return [*found, np.log(dims["k"] / dims["channels"] / dims["kernel"] ** 2 + 1.0)]
-
-
 def _convolution() -> Family:
     product = _product("conv32", "float32", 4, 4, timed_by_host=True)
+
+    def seconds(by_clock: bool) -> Analytic:
+        return lambda constants, rows: convolution_seconds(constants, rows.dims, rows.sheet, by_clock=by_clock)
+
     return Family(
         name="conv32",
         dtype="float32",
-        dims=(*_PRODUCT, "kernel", "stride", "channels"),
+        dims=(*_PRODUCT, "kernel", "stride", "channels", "side"),
         constants=product.constants,
-        variants=product.variants,
+        variants=(seconds(True), seconds(False)),
         timed_by_host=True,
-        bound_s=lambda rows: product.arithmetic_s(rows) / _WINOGRAD,
+        bound_s=lambda rows: product.arithmetic_s(rows) / WINOGRAD_SAVES,
         arithmetic_s=product.arithmetic_s,
-        features=_convolution_features,
-        smallest={**product.smallest, "kernel": 1, "stride": 1, "channels": 64},
+        features=lambda rows, analytic: convolution_features(rows.dims, rows.sheet, analytic),
+        smallest={**product.smallest, "kernel": 1, "stride": 1, "channels": 64, "side": 1},
     )
-
-
-_WINOGRAD = 2.25  # multiplications that F(2×2, 3×3) saves (Lavin & Gray 2016): below the direct count is possible
 
 
 def _grouped(name: str, dtype: str) -> Family:
@@ -206,9 +205,10 @@ def _numbers(sheet: Sheet) -> dict[str, Floats]:
     return {name: getattr(sheet, name) for name in Sheet.__dataclass_fields__}
 
 
-def _memory(
-    name: str, dtype: str, element_bytes: float, floor_s: tuple[float, float], *, timed_by_host: bool
-) -> Family:
+def _memory(name: str, dtype: str, element_bytes: float, *, timed_by_host: bool = False) -> Family:
+    """`timed_by_host` as in `_product`: what the host takes adds to the kernel's time, nearly in full."""
+    change = {"floor_s": (25e-6, 0.5), "power": (1.2, 0.3)} if timed_by_host else {}
+
     def seconds(constants: Floats, rows: Rows) -> Floats:
         return memory_seconds(constants, rows.op, rows.dims, rows.sheet, floor_in_clocks=not timed_by_host)
 
@@ -216,13 +216,14 @@ def _memory(
         name=name,
         dtype=dtype,
         dims=("bytes", "rows", "element_bytes", "reduces"),
-        constants={**memory_constants(), "floor_s": floor_s},
+        constants={**memory_constants(), **change},
         variants=(seconds,),
         bound_s=lambda rows: rows.dims["bytes"] / rows.sheet.bandwidth,
         arithmetic_s=lambda rows: np.zeros(len(rows)),
         features=lambda rows, analytic: memory_features(rows.op, rows.dims, rows.sheet, analytic),
         smallest={"bytes": 1024, "rows": 1, "element_bytes": element_bytes, "reduces": 0},
         timed_by_host=timed_by_host,
+        carries_over=not timed_by_host,
     )
 
 
@@ -234,7 +235,7 @@ FAMILY_MODELS: Mapping[str, Family] = {
         _product("gemm8block", "float8", 1, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm4", "float4", 0.5625, 2, floor_s=(4.0e-6, 0.3)),
         _product("gemm32", "float32", 4, 4, timed_by_host=True, by_fastest=True),
-        _product("bgemm32", "float32", 4, 4, timed_by_host=True, by_fastest=True),
+        _product("bgemm32", "float32", 4, 4, timed_by_host=True, by_fastest=True, step=64.0),
         _convolution(),
         _attention("attention16", "float16", 2),
         _attention("attention16full", "float16", 2),
@@ -242,7 +243,7 @@ FAMILY_MODELS: Mapping[str, Family] = {
         _grouped("moe16", "float16"),
         _grouped("moe8", "float8"),
         _grouped("moe4", "float4"),
-        _memory("memory32", "float32", 4, (25e-6, 0.5), timed_by_host=True),
-        _memory("memory16", "float16", 2, (2.5e-6, 0.4), timed_by_host=False),
+        _memory("memory32", "float32", 4, timed_by_host=True),
+        _memory("memory16", "float16", 2),
     )
 }

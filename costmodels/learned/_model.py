@@ -5,8 +5,9 @@
 Status of a device: `seen` was trained on; a `sibling` lies near one that was, and borrows its residual; a `new` one
 gets the family's blend of core, trees, net and what the nearest trained device scaled by the roofline says (the last
 between devices with stacked memory only); a `far` one (peak or bandwidth FAR times beyond the trained range) gets the
-analytic core alone. What was trained on one kind of device never uses a residual elsewhere. A device that was trained
-on, or a sibling of it, also takes the trees that were grown for that one alone.
+analytic core alone. What was trained on one kind of device never uses a residual elsewhere, unless its family says that
+it carries over. A device that was trained on, or a sibling of it, also takes the trees that were grown for that one
+alone.
 """
 
 from __future__ import annotations
@@ -145,6 +146,8 @@ class FamilyModel:
             logs = analytic + self._residual(rows, analytic, self.sheets[near], near)
         elif status == "far":
             logs = analytic
+        elif family.carries_over and one_kind(self.sheets):
+            logs = analytic + self.residual(rows, analytic, self.sheets[self.nearest(sheet)])
         else:
             logs = self.blended(self.parts(rows, analytic, self.blend.takes() | self.beside.takes()), rows.dims)
         logs = np.maximum(logs, np.log(family.bound_s(rows)))

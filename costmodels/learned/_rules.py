@@ -23,6 +23,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from simpart.costmodels.learned._convolution import WINOGRAD_SAVES
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._measurements import Measurements, row_codes
 from simpart.costmodels.learned._sheet import Sheet
@@ -67,7 +68,7 @@ _MAY_BE_ZERO = frozenset({"window", "causal", "reduces", "padding", "skew"})
 
 def _slack(family: str) -> float:
     """Convolutions may do with fewer multiplications than they count (Winograd)."""
-    return 2.25 if family == "conv32" else 1.0
+    return WINOGRAD_SAVES if family == "conv32" else 1.0
 
 
 def _repeated(table: Measurements) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:

@@ -162,7 +162,7 @@ def _convolution(signature: Signature) -> Question | None:
     out = inputs[0] if backward else signature.outputs[0]
     if len(x.shape) < 3 or len(weight.shape) != len(x.shape) or 0 in (*x.shape, *weight.shape, *out.shape):
         return None
-    taps = prod(weight.shape[2:])
+    taps, per_dim = prod(weight.shape[2:]), 1 / (len(weight.shape) - 2)
     positions = out.shape[0] * prod(out.shape[2:])
     groups = max(1, x.shape[1] // weight.shape[1])
     stride = max(1.0, round(x.shape[2] / max(1, out.shape[2])))
@@ -178,7 +178,7 @@ def _convolution(signature: Signature) -> Question | None:
     if x.dtype == "float32":
         return Question(
             "conv32",
-            (*dims, taps ** (1 / (len(weight.shape) - 2)), stride, float(weight.shape[1])),
+            (*dims, taps**per_dim, stride, float(weight.shape[1]), prod(out.shape[2:]) ** per_dim),
             "conv2d",
             factor,
             sd,

@@ -54,12 +54,13 @@ def product_bound_s(dims: Dims, sheet: Sheet) -> Floats:
 
 
 def tile_seconds(
-    constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool, floor_in_clocks: bool = True
+    constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool, floor_in_clocks: bool = True, step: float = 32.0
 ) -> Floats:
     """Seconds of each product. `constants` as logs in the order of TILE_CONSTANTS.
 
     `by_clock` takes a multiprocessor's intake as the mean (in logs) of bytes per clock and its share of the memory
-    bandwidth, and overheads in clocks; without it intake is the share of the bandwidth and overheads are seconds.
+    bandwidth, and overheads in clocks; without it intake is the share of the bandwidth and overheads are seconds. Tiles
+    take the inner dim in whole steps of `step` elements.
     """
     floor, compute, memory, l2, feed, wave_s, warm, power, edge, split_s = np.exp(constants)
     batch, m, n, k = (dims[name] for name in ("batch", "m", "n", "k"))
@@ -76,7 +77,7 @@ def tile_seconds(
     spilled = 4.0 * output / (sheet.bandwidth * memory)
     cached = (unique + out_bytes * output) / (3.0 * sheet.bandwidth * l2)
 
-    lengths = [32.0 * np.ceil(k / (32.0 * s)) for s in _SPLITS]
+    lengths = [step * np.ceil(k / (step * s)) for s in _SPLITS]
     allowed = [None if s == 1 else k >= _LEAST_SPLIT * s for s in _SPLITS]
     splits = [i for i, mask in enumerate(allowed) if mask is None or mask.any()]
     slowest = [np.maximum(cached, traffic + (spilled * _SPLITS[i] if i else 0.0)) for i in splits]
@@ -84,13 +85,13 @@ def tile_seconds(
     compute_s, overhead_s, split = np.zeros(m.shape), np.zeros(m.shape), np.ones(m.shape)
     for rows, columns in _TILES:
         tiles = np.ceil(m / rows) * np.ceil(n / columns) * batch
-        step = np.maximum(
+        pace_s = np.maximum(
             2.0 * rows * columns * (1.0 + edge * (1.0 / rows + 1.0 / columns)) / rate,
             (np.minimum(rows, m) + np.minimum(columns, n)) * in_bytes / intake,
         )
         for i, other in zip(splits, slowest, strict=True):
             waves = np.ceil(tiles * _SPLITS[i] / units)  # exact where units divide the tiles
-            busy = waves * lengths[i] * step
+            busy = waves * lengths[i] * pace_s
             extra = waves * (wave_s * pace) + (split_s * pace if i else 0.0)
             total = np.maximum(busy, other) + extra
             better = total < best
@@ -107,8 +108,9 @@ def tile_seconds(
     return found
 
 
-def product_features(dims: Dims, sheet: Sheet, analytic: Floats) -> list[Floats]:
-    """What the residual sees of a product: sizes, times against each other, tile and wave fill."""
+def product_features(dims: Dims, sheet: Sheet, analytic: Floats, *, step: float = 32.0) -> list[Floats]:
+    """What the residual sees of a product: sizes, times against each other, tile and wave fill; where the steps
+    of the inner dim are long, how much of one, and of two at a time, it fills."""
     m, n, k = dims["m"], dims["n"], dims["k"]
     arithmetic, moved = product_flops(dims) / sheet.peak, product_bytes(dims)
     traffic = moved / sheet.bandwidth
@@ -120,4 +122,6 @@ def product_features(dims: Dims, sheet: Sheet, analytic: Floats) -> list[Floats]
         waves = np.ceil(m / rows) * np.ceil(n / columns) * dims["batch"] / sheet.multiprocessors
         found += [np.log(waves), waves / np.ceil(waves)]
     found += [m % 128 / 128, (n % 128 != 0) * 1.0, (m % 8 != 0) * 1.0, (n % 8 != 0) * 1.0, (k % 8 != 0) * 1.0]
+    if step > 32.0:
+        found += [k / (length * np.ceil(k / length)) for length in (step, 2.0 * step)]
     return [*found, np.log(analytic), np.log(analytic / roofline)]
