@@ -231,8 +231,10 @@ def _with_floor(family: Family, variant: object, constants: Floats, sheet: Sheet
         sheet=sheet,
     )
     assert callable(variant)
-    scale = 1.0 if family.timed_by_host else 1.8e9 / sheet.clock_hz[0]
-    rest = float(variant(constants, smallest)[0]) - float(np.exp(constants[0])) * scale
+    without = constants.copy()
+    without[0] = -np.inf
+    rest = float(variant(without, smallest)[0])
+    scale = (float(variant(constants, smallest)[0]) - rest) / float(np.exp(constants[0]))
     changed = constants.copy()
     changed[0] = np.log(max(floor_s - rest, _LEAST_FLOOR * floor_s) / scale)
     return changed
