@@ -64,6 +64,7 @@ class Family:
     out luck of a fit; constant 0 is always the latency of the smallest kernel. `smallest` are the dims of such a one.
     `core_rows` are those that the constants are fitted on, where not on all. `by_fastest`: of the trained devices the
     one that gets nearest to its sustained peak says how near one gets; what holds others back no data sheet tells.
+    `own_floor`: its smallest call takes several launches or a long start, so that a device's floor says nothing of it.
     """
 
     name: str
@@ -78,6 +79,7 @@ class Family:
     timed_by_host: bool = False
     core_rows: Callable[[Dims], Bools] | None = None
     by_fastest: bool = False
+    own_floor: bool = False
 
 
 def regime_of(family: Family, rows: Rows) -> Ints:
@@ -173,6 +175,7 @@ def _grouped(name: str, dtype: str) -> Family:
         dims=("pairs", "experts", "hidden", "inter", "matrices", "skew", "in_bytes", "out_bytes"),
         constants=GROUPED_CONSTANTS,
         variants=(seconds(True), seconds(False)),
+        own_floor=True,
         bound_s=lambda rows: grouped_bound_s(rows.dims, rows.sheet),
         arithmetic_s=lambda rows: grouped_arithmetic_s(rows.dims, rows.sheet),
         features=lambda rows, analytic: grouped_features(rows.dims, rows.sheet, analytic),
@@ -191,6 +194,7 @@ def _attention(name: str, dtype: str, in_bytes: float) -> Family:
         dims=("batch", "seq", "heads", "kv_heads", "head_dim", "window", "causal", "in_bytes", "out_bytes"),
         constants=ATTENTION_CONSTANTS,
         variants=(seconds(True), seconds(False)),
+        own_floor=True,
         bound_s=lambda rows: attention_bound_s(rows.dims, rows.sheet),
         arithmetic_s=lambda rows: attention_bound_s(
             rows.dims, Sheet(**{**_numbers(rows.sheet), "bandwidth": np.array([np.inf])})

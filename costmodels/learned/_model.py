@@ -21,8 +21,8 @@ from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family,
 from simpart.costmodels.learned._sheet import Sheet, distance
 
 __all__ = [
-    "SIZES", "STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "one_kind", "size_of", "software_keys",
-    "stacked",
+    "SIBLING", "SIZES", "STATUSES", "FamilyModel", "Prediction", "Spreads", "columns_of", "one_kind", "size_of",
+    "software_keys", "stacked",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -130,8 +130,8 @@ class FamilyModel:
         family, sheet = FAMILY_MODELS[self.family], rows.sheet
         status = self.status(device, sheet)
         floor = float(sheet.floor_s[0])
-        if floor_s is None and status != "seen" and np.isfinite(floor) and not family.timed_by_host:
-            floor_s = floor
+        if floor_s is None and status != "seen" and np.isfinite(floor):
+            floor_s = None if family.timed_by_host or family.own_floor else floor
         analytic = self.analytic(rows, floor_s)
         if status == "seen":
             logs = analytic + self._residual(rows, analytic, sheet, device)

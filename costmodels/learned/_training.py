@@ -13,6 +13,7 @@ from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Family,
 from simpart.costmodels.learned._fitting import fit_constants
 from simpart.costmodels.learned._measurements import Measurements, row_codes
 from simpart.costmodels.learned._model import (
+    SIBLING,
     SIZES,
     STATUSES,
     FamilyModel,
@@ -22,7 +23,7 @@ from simpart.costmodels.learned._model import (
     size_of,
     software_keys,
 )
-from simpart.costmodels.learned._sheet import Sheet, sheet_of, stack_sheets
+from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of, stack_sheets
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
 
@@ -94,8 +95,15 @@ def train(
     values = np.array(list(family.constants.values()))
     sharpening = _PRIOR_SHARPENING * (_ONE_KIND if one_kind(sheets) else 1.0)
     centre, spread = np.log(values[:, 0]), values[:, 1] / (prior_sharpening or sharpening)
+    weights = _by_kind(few, sheets)
     constants = tuple(
-        fit_constants(lambda c, v=variant: np.maximum(np.log(v(c, rows)), bound), target, centre, spread)  # type: ignore[misc]
+        fit_constants(
+            lambda c, v=variant: np.maximum(np.log(v(c, rows)), bound),  # type: ignore[misc]
+            target,
+            centre,
+            spread,
+            weights=weights,
+        )
         for variant in family.variants
     )
     model = FamilyModel(
@@ -124,6 +132,12 @@ def train(
     return replace(
         model, boost=boost, alone={} if quick else _alone(many, columns, left - boost.predict(columns), seed)
     )
+
+
+def _by_kind(table: Measurements, sheets: Mapping[str, Sheet]) -> Floats:
+    """A weight per row: devices that are siblings count together as one, since they say the same about another."""
+    alike = {name: sum(distance(sheet, other) < SIBLING for other in sheets.values()) for name, sheet in sheets.items()}
+    return np.array([1.0 / alike[name] for name in table.device.tolist()])
 
 
 def _as_fastest(model: FamilyModel, table: Measurements, rows: Rows) -> tuple[Floats, ...]:
