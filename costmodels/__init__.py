@@ -47,15 +47,19 @@ def _learned() -> ComputeModel:
     return Learned()
 
 
-def _host() -> dict[str, float]:
-    """What hosts take, of Costs: from other hosts, none in a mode of which nothing is known."""
-    from simpart.costmodels.learned._overheads import shipped_overheads
+def _host(cluster: Cluster) -> dict[str, float]:
+    """What hosts of GPUs take, of Costs: from other hosts."""
+    from simpart.costmodels.learned._overheads import compiled_launch, shipped_overheads
 
     found = shipped_overheads()
+    driver_s = max(device.kernel_launch_s for device in cluster.kinds if device.kind == "gpu")
+    compiled_s, compiled_log_sd = compiled_launch(found, driver_s)
     return {
         "eager_launch_s": found.eager_launch_s,
-        "compiled_launch_s": found.compiled_launch_s or 0.0,
+        "compiled_launch_s": compiled_s,
         "launch_log_sd": found.launch_log_sd,
+        "compiled_launch_log_sd": compiled_log_sd,
+        "step_overhead_s": found.step_overhead_s,
     }
 
 
@@ -124,7 +128,7 @@ def default_costs(cluster: Cluster, store: Path | str | None = None, *, profiles
         communication=MeasuredLinks(found, network) if links else network,
         action_overhead_s=overhead("action"),
         step_log_sd=STEP_LOG_SD,
-        **(_host() if learned else {}),
+        **(_host(cluster) if learned else {}),
         description=("learned kernels and collectives, data sheets" if learned else "data sheets")
         + (f", with profiles of {' and '.join(known)} measured here" if known else ""),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from graphlib import TopologicalSorter
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -108,8 +109,8 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
     member: Table = np.zeros((stages, len(flat.op_class)), dtype=np.bool_)
     fixed = np.flatnonzero(~clonable)
     member[stage_of[fixed], fixed] = True
-    for i, readers in _clones(graph):  # a clone runs wherever a reader of it runs
-        member[:, i] = member[:, readers].any(axis=1)
+    for clones, readers in _clones(graph):  # clones run wherever a reader of one of them runs
+        member[:, clones] = member[:, readers].any(axis=1, keepdims=True)
     loss_op = int(flat.value_op[graph.loss])
     loss_stage = int(stage_of[loss_op])
     producer = flat.value_op[flat.op_inputs]
@@ -134,18 +135,24 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
     )  # fmt: skip
 
 
-_clone_readers: WeakKeyDictionary[Graph, list[tuple[int, Ints]]] = WeakKeyDictionary()
+_clone_readers: WeakKeyDictionary[Graph, list[tuple[Ints, Ints]]] = WeakKeyDictionary()
 
 
-def _clones(graph: Graph) -> list[tuple[int, Ints]]:
-    """The clonable ops, last first, each with the ops that read it."""
+def _clones(graph: Graph) -> list[tuple[Ints, Ints]]:
+    """The clonable ops by indivisible group, each with the ops outside that read one of them; readers come first. A
+    write in place has no reader of its own: it goes with the tensor that it changes."""
     if graph not in _clone_readers:
-        flat = graph.flat
+        flat, clonable = graph.flat, clonable_ops(graph)
         consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
         producer = flat.value_op[flat.op_inputs]
-        _clone_readers[graph] = [
-            (i, np.unique(consumer[producer == i])) for i in np.flatnonzero(clonable_ops(graph))[::-1].tolist()
-        ]
+        found: dict[int, tuple[Ints, Ints]] = {}
+        for group in np.unique(flat.op_group[clonable]).tolist():
+            members = np.flatnonzero(flat.op_group == group)
+            readers = np.unique(consumer[np.isin(producer, members)])
+            found[group] = members, readers[flat.op_group[readers] != group]
+        readers_of = {group: set(flat.op_group[readers].tolist()) for group, (_, readers) in found.items()}
+        order = TopologicalSorter(readers_of).static_order()
+        _clone_readers[graph] = [found[group] for group in order if group in found]
     return _clone_readers[graph]
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["mlp", "two_towers"]
+__all__ = ["mlp", "shifted", "two_towers"]
 
 
 class MLP(nn.Module):
@@ -45,3 +45,23 @@ class TwoTowers(nn.Module):
 
 def two_towers(micro_batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
     return TwoTowers(), (torch.zeros(micro_batch, 3, 8, 8), torch.zeros(micro_batch, 6, dtype=torch.long))
+
+
+class Shifted(nn.Module):
+    """Predicts tokens from those before, shifted by writing into a fresh tensor as T5 of transformers does."""
+
+    def __init__(self, width: int = 12) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(30, width)
+        self.layers = nn.Sequential(nn.Linear(width, 20), nn.GELU(), nn.Linear(20, 30))
+
+    def forward(self, labels: torch.Tensor) -> torch.Tensor:
+        before = labels.new_zeros(labels.shape)
+        before[:, 1:] = labels[:, :-1].clone()
+        before[:, 0] = 7
+        scores: torch.Tensor = self.layers(self.tokens(before))
+        return functional.cross_entropy(scores.flatten(0, 1), labels.flatten())
+
+
+def shifted(micro_batch: int) -> tuple[nn.Module, tuple[torch.Tensor, ...]]:
+    return Shifted(), (torch.arange(micro_batch * 6).reshape(micro_batch, 6) % 30,)

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
+from simpart.cli import main
 from simpart.commands._problem import costs_of
 from simpart.commands.hardware import hardware
+from simpart.configure import Configuration, configure
 from simpart.cost import Estimate, SignatureTable
 from simpart.costmodels import with_host
 from simpart.costmodels.learned._launch_time import launch_time_of
@@ -19,9 +21,11 @@ from simpart.costmodels.learned._overheads import shipped_overheads
 from simpart.errors import FormatError, UserError
 from simpart.hardware import Cluster, Device, Host, load_cluster
 from simpart.hardware_profiles._store import OverheadRecord, Samples, Store
+from simpart.plan_format import PlanFile, save_plan
 from simpart.problem import Problem
 from simpart.registry import default_costs
 from simpart.simulation import simulate_plan
+from simpart.training import TrainingSpec
 from tests.test_costmodels import environment
 from tests.test_lowering import plan, problem
 from tests.toy_graphs import UnitCompute, chain, device
@@ -170,3 +174,38 @@ def test_hardware_show_prints_the_host(tmp_path: Path) -> None:
     assert "eager launch" in text and "12 us" in text and "assumption: logging" in text
     document = json.loads(CliRunner().invoke(hardware, ["show", path, "--json"], catch_exceptions=False).stdout)
     assert document["cluster"]["host"]["compiled_launch_s"] == 3e-6
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    with pytest.raises(SystemExit) as ended:
+        main(list(arguments))
+    out, error = capsys.readouterr()
+    return int(ended.value.code or 0), out, error
+
+
+def test_simulate_tells_and_takes_a_launch_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from simpart.capture import capture
+    from simpart.zoo import GPTDims, ZooFactory
+
+    graph = capture(ZooFactory("gpt", GPTDims(layers=2, hidden=64, heads=4, seq=32, vocab=256)), model="gpt")
+    cluster = load_cluster("dgx-a100")
+    given = Problem(
+        graph=graph, training=TrainingSpec(), cluster=cluster, costs=default_costs(cluster, profiles=False),
+        global_batch=16,
+    )  # fmt: skip
+    found = configure(given, Configuration(dp=8, micro_batch=2))
+    path = str(tmp_path / "a.json")
+    save_plan(path, PlanFile(plan=found, training=given.training, cluster=cluster, graph=graph.at(2)))
+    code, out, _ = run(capsys, "simulate", path, "--no-profiles", "--measured", "30 ms", "--json")
+    launch_s = json.loads(out)["measured"]["launch_s"]
+    assert code == 0 and launch_s == pytest.approx(30e-3 / 120, rel=0.5)
+    code, out, _ = run(capsys, "simulate", path, "--no-profiles", "--launch-time", f"{1e6 * launch_s}us", "--json")
+    assert code == 0 and json.loads(out)["predicted"]["step_s"] == pytest.approx(30e-3, rel=0.01)
+    _, out, _ = run(capsys, "simulate", path, "--no-profiles", "--measured", "30ms")
+    assert f"--launch-time {1e6 * launch_s:.3g}us" in out
+    _, out, _ = run(capsys, "simulate", path, "--no-profiles", "--measured", "1us")
+    assert "no launch time explains it" in out
+    for wrong in ("0s", "30"):
+        code, _, error = run(capsys, "simulate", path, "--measured", wrong)
+        assert code == 2 and "--measured" in error and error.count("\n") == 1

@@ -15,11 +15,13 @@ from simpart.costmodels.learned._overheads import (
     GRID_S,
     HostRuns,
     at_launch_times,
+    compiled_launch,
     fit_host,
     host_words,
     pooled,
     predicted_s,
     shipped_overheads,
+    told_by_one,
 )
 from simpart.engines import compiled
 from simpart.errors import FormatError
@@ -156,6 +158,25 @@ def test_default_costs_know_hosts_of_gpus_only() -> None:
     assert default_costs(load_cluster("dgx-a100"), profiles=False).eager_launch_s == shipped.eager_launch_s > 0
     assert default_costs(load_cluster("local:2"), profiles=False).eager_launch_s == 0
     assert "eager" in host_words(shipped) and "compiled not known" in host_words(shipped)
+
+
+def test_compiled_launches_lie_between_the_driver_and_eager_ones() -> None:
+    shipped, known = shipped_overheads(), replace(shipped_overheads(), compiled_launch_s=7e-6)
+    middle_s, log_sd = compiled_launch(shipped, 4e-6)
+    ends = middle_s * np.exp(np.array([-1.6449, 1.6449]) * log_sd)
+    assert ends == pytest.approx([4e-6, shipped.eager_launch_s])
+    assert compiled_launch(known, 4e-6)[0] == 7e-6
+    assert compiled_launch(shipped, 1.0)[0] == shipped.eager_launch_s
+    costs_there = default_costs(load_cluster("dgx-a100"), profiles=False)
+    assert 0 < costs_there.compiled_launch_s < costs_there.eager_launch_s
+
+
+def test_one_run_tells_its_host() -> None:
+    told = told_by_one(runs_at(60e-6))
+    assert told.error < 0.05 and told.log_sd < 0.05
+    noisy = runs_at(60e-6)
+    told = told_by_one(replace(noisy, measured_s=noisy.measured_s * np.array([1.0, 1.5, 1.0])))
+    assert told.log_sd > 0.1 and told.low <= told.error <= told.high
 
 
 def test_a_shipped_file_that_is_wrong_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,8 @@ from simpart.schedule import Schedule, parse_rows
 from tests.vocabulary import EXAMPLES, GPT, TIED, UNET, graph_of, group
 
 RESNET = "resnet50:image=32,classes=10,width=2,blocks=1-1"
-MODELS = [GPT, TIED, UNET, RESNET]
+SHIFTED = "tests.models:shifted"
+MODELS = [GPT, TIED, UNET, RESNET, SHIFTED]
 
 
 # --- the slow account ------------------------------------------------------------------------------------------------
@@ -70,11 +71,11 @@ class Account:
     def holds(self, stage_of: dict[str, int], stage: int) -> set[str]:
         held = {name for name in self.ids if name not in self.clones and stage_of[name] == stage}
         waiting = list(held)
-        while waiting:
+        while waiting:  # a clone comes with all that writes into its storage
             for producer, _ in self.reads[waiting.pop()]:
                 if producer in self.clones and producer not in held:
-                    held.add(producer)
-                    waiting.append(producer)
+                    held.update(self.group[producer])
+                    waiting.extend(self.group[producer])
         return held
 
 

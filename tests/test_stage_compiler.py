@@ -139,6 +139,13 @@ def test_stages_cut_anywhere_give_loss_gradients_and_buffers_of_the_module(case:
     assert_same(run_chain(programs, case.inputs), wanted)
 
 
+def test_a_clone_comes_with_what_is_written_into_it() -> None:
+    case = Case("tests.models:shifted")
+    programs, _, _ = case.stages([len(case.graph.op_ids) - 4])
+    assert any("copy_" in op for op in case.graph.op_ids)
+    assert_same(run_chain(programs, case.inputs), case.reference())
+
+
 def test_micro_batch_one_runs_on_its_own_structure() -> None:
     case = Case(GPT, micro_batch=1)
     programs, _, _ = case.stages([len(case.graph.op_ids) // 2])

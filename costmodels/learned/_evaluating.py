@@ -115,7 +115,7 @@ def judge_table(
             "op": table.op, "software": table.software, "status": status, "limit": regimes,
             "size_class": size_classes(table.latency_s), "row": table.row.astype(np.int64).astype(object),
         },
-        baselines={"one_number": one_number, "roofline": roofline, "ratio": _ratio(table, reference)},
+        baselines={"one_number": one_number, "roofline": roofline, "ratio": _ratio(table, sheets, roofline, reference)},
     )  # fmt: skip
 
 
@@ -159,20 +159,21 @@ def _sheets(table: Measurements) -> dict[str, Sheet]:
     return {name: sheet_of(load_device(name), FAMILY_MODELS[table.family].dtype)[0] for name in table.devices()}
 
 
-def _ratio(table: Measurements, reference: Measurements | None) -> Floats:
+def _ratio(
+    table: Measurements, sheets: Mapping[str, Sheet], roofline: Floats, reference: Measurements | None = None
+) -> Floats:
     """Median of the same shape on the nearest other device (of `reference`, if given), times the ratio of rooflines;
     NaN where it has none."""
-    count = len(table)
-    both = table if reference is None else concatenate([table, reference])
-    sheets = _sheets(both)
-    roofline, found = _roofline(both, sheets), np.full(count, np.nan)
+    found, known = np.full(len(table), np.nan), np.ones(len(table), dtype=bool)
+    both = table
+    if reference is not None:
+        both, sheets = concatenate([table, reference]), {**sheets, **_sheets(reference)}
+        roofline = np.concatenate([roofline, _roofline(reference, sheets)])
+        known = np.arange(len(both)) >= len(table)
     shapes = row_codes([both.op, *both.dims.values()])
-    known = np.arange(len(both)) >= (0 if reference is None else count)
-    devices = both.at(known).devices()
+    names = [name for name in both.at(known).devices() if name in sheets]
     for name in table.devices():
-        others: Sequence[str] = sorted(
-            (n for n in devices if n != name), key=lambda n: distance(sheets[n], sheets[name])
-        )
+        others: Sequence[str] = sorted((n for n in names if n != name), key=lambda n: distance(sheets[n], sheets[name]))
         mine = np.flatnonzero(table.device == name)
         for other in others[:1]:
             theirs = np.flatnonzero(known & (both.device == other))

@@ -8,10 +8,10 @@ mean of its hosts' logs, and all sources the mean of theirs, with the scatter of
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,8 @@ from simpart.errors import FormatError
 from simpart.files import read_document
 
 __all__ = [
-    "GRID_S", "KIND", "SHIPPED_OVERHEADS", "VERSION", "HostRuns", "Overheads", "at_launch_times", "fit_host",
-    "host_words", "pooled", "predicted_s", "shipped_overheads",
+    "GRID_S", "KIND", "SHIPPED_OVERHEADS", "VERSION", "HostRuns", "OneRun", "Overheads", "at_launch_times",
+    "compiled_launch", "fit_host", "host_words", "pooled", "predicted_s", "shipped_overheads", "told_by_one",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -30,6 +30,8 @@ KIND, VERSION = "simpart-overheads", 2
 SHIPPED_OVERHEADS = Path(__file__).parent.parent / "artifacts" / "overheads.json"
 GRID_S: Floats = np.array([0.0, *np.geomspace(2e-6, 500e-6, 48)])
 """Seconds per launch at which steps are simulated; in between they are nearly straight."""
+_Z90 = 1.6449
+"""Standard deviations from the middle to either end of a 90 % interval."""
 _CANDIDATES_S = np.geomspace(5e-6, 400e-6, 100)
 _STEP_CANDIDATES_S = np.linspace(0.0, 0.2, 81)
 
@@ -47,8 +49,8 @@ class HostRuns:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overheads:
     """Host seconds per launch in each mode and per step, `launch_log_sd` the scatter of sources; `known_log_sd` by how
-    much steps of one host scatter about its own seconds per launch. None: no run of that mode is known in which the
-    host limits."""
+    much steps of a host scatter where another run of it has told its seconds per launch. None: no run of that mode is
+    known in which the host limits."""
 
     eager_launch_s: float
     compiled_launch_s: float | None
@@ -93,6 +95,28 @@ def fit_host(runs: HostRuns, *, per_step: bool = False) -> tuple[float, float]:
     return best[1], best[2]
 
 
+class OneRun(NamedTuple):
+    """How a host's other runs are predicted with the launch time that one run tells: mean absolute relative error, in
+    the middle and at the tenth and ninetieth of a hundred choices of the one, and the log-sd in the middle."""
+
+    error: float
+    low: float
+    high: float
+    log_sd: float
+
+
+def told_by_one(runs: HostRuns) -> OneRun:
+    """Each run in turn tells the launch time that the others of its host are predicted with."""
+    errors, spreads = [], []
+    for i in range(runs.measured_s.size):
+        one = replace(runs, measured_s=runs.measured_s[[i]], steps_s=runs.steps_s[[i]])
+        others = np.delete(predicted_s(runs, fit_host(one)[0]) / runs.measured_s, i)
+        errors.append(float(np.abs(others - 1).mean()))
+        spreads.append(float(np.sqrt((np.log(others) ** 2).mean())))
+    low, middle, high = np.quantile(errors, (0.1, 0.5, 0.9))
+    return OneRun(float(middle), float(low), float(high), float(np.median(spreads)))
+
+
 def pooled(sources: Mapping[str, Sequence[float]]) -> tuple[float, float]:
     """(seconds per launch, log-sd over sources) from what each source's hosts take; sources weigh alike."""
     logs = [float(np.mean(np.log(hosts))) for hosts in sources.values()]
@@ -116,10 +140,22 @@ def _overheads(found: Mapping[str, Any]) -> Overheads:
     return Overheads(**{name: found[name] for name in names}, sources=tuple(found.get("sources", {})))
 
 
+def compiled_launch(overheads: Overheads, driver_s: float) -> tuple[float, float]:
+    """(seconds per launch, log-sd) in compiled mode. Where no run tells, it lies between what the driver takes and what
+    eager mode does: the middle in logs, with the two as the ends of a 90 % interval."""
+    if overheads.compiled_launch_s is not None:
+        return overheads.compiled_launch_s, overheads.launch_log_sd
+    eager_s = overheads.eager_launch_s
+    if not 0 < driver_s < eager_s:
+        return eager_s, overheads.launch_log_sd
+    return float(np.sqrt(driver_s * eager_s)), float(np.log(eager_s / driver_s) / (2 * _Z90))
+
+
 def host_words(overheads: Overheads) -> str:
     """What the shipped overheads say, in one line."""
     factor = float(np.exp(overheads.launch_log_sd))
-    compiled = "not known" if overheads.compiled_launch_s is None else f"{1e6 * overheads.compiled_launch_s:.0f} us"
+    known = overheads.compiled_launch_s
+    compiled = "not known, taken between the driver's and that" if known is None else f"{1e6 * known:.0f} us"
     return (
         f"eager {1e6 * overheads.eager_launch_s:.0f} us per launch, within a factor of {factor:.1f} (one sd); compiled "
         f"{compiled}; per step {1e3 * overheads.step_overhead_s:.0f} ms; from {_listed(overheads.sources)}"

@@ -105,14 +105,15 @@ def _print_withheld(files: dict[str, Any]) -> None:
 
 
 def _print_overheads(files: dict[str, Any]) -> None:
-    """What traces show of launching, as lines of a device file."""
+    """What traces show of launching, and where to say it."""
     from simpart.describe import human_seconds
 
     for name, file in files.items():
         found = file.get("overheads")
         if found:
             words = ", ".join(f"{key.removesuffix('_s')}: {human_seconds(value)}" for key, value in found.items())
-            click.echo(f"{name} shows {words}; write them into the device's file for eager and launch-bound steps")
+            host = "for steps on this host give the first as --launch-time, or as host.eager_launch of its cluster"
+            click.echo(f"{name} shows {words}; {host if 'kernel_launch_s' in found else 'for the device file'}")
 
 
 def _fit_stores(
