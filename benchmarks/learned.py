@@ -26,7 +26,15 @@ from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Rows, o
 from simpart.costmodels.learned._measurements import Measurements
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._sheet import sheet_of
-from simpart.costmodels.learned._training import errors_on, fit_family, sheets_for, train, trainable, without_slow
+from simpart.costmodels.learned._training import (
+    errors_on,
+    fit_family,
+    sheets_for,
+    spoken_of,
+    train,
+    trainable,
+    without_slow,
+)
 from simpart.evaluation import Z90
 from simpart.files import write_atomically
 from simpart.hardware import load_device
@@ -227,7 +235,7 @@ def judged(model: FamilyModel, table: Measurements, device: str) -> tuple[list[s
     core = np.exp(model.analytic(rows)) / part.latency_s - 1
     regime = regime_of(family, rows)
     by = [percent(np.abs(error[regime == i]).mean()) if (regime == i).any() else "-" for i in range(len(REGIMES))]
-    every = table.at(table.device == device)
+    every = spoken_of(table.at(table.device == device))
     asked = Rows(op=op_codes(every.op), dims=every.dims, sheet=rows.sheet)
     answer = model.predict(asked, device)
     offset = model.software_offset(every.software, regime_of(family, asked))

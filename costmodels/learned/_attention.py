@@ -10,7 +10,7 @@ from simpart.costmodels.learned._sheet import Sheet
 
 __all__ = [
     "ATTENTION_CONSTANTS", "attention_bound_s", "attention_bytes", "attention_features", "attention_flops",
-    "attention_seconds",
+    "attention_scaling_s", "attention_seconds",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -75,6 +75,14 @@ def _queries_and_keys_bytes(dims: Dims) -> tuple[Floats, Floats]:
 
 def attention_bound_s(dims: Dims, sheet: Sheet) -> Floats:
     return np.maximum(attention_flops(dims) / sheet.peak, attention_bytes(dims) / sheet.bandwidth)
+
+
+def attention_scaling_s(dims: Dims, sheet: Sheet) -> Floats:
+    """The bound with exponentials on top of products: narrow heads don't gain by a peak that grew alone."""
+    flops = attention_flops(dims)
+    exponentials = flops / (4.0 * dims["head_dim"]) / _EXPONENTIALS_PER_CLOCK
+    busy = flops / sheet.peak + exponentials / (sheet.multiprocessors * sheet.clock_hz)
+    return np.maximum(busy, attention_bytes(dims) / sheet.bandwidth)
 
 
 def attention_seconds(constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: bool) -> Floats:

@@ -18,6 +18,7 @@ from simpart.costmodels.learned._attention import (
     ATTENTION_CONSTANTS,
     attention_bound_s,
     attention_features,
+    attention_scaling_s,
     attention_seconds,
 )
 from simpart.costmodels.learned._grouped import (
@@ -64,6 +65,7 @@ class Family:
     out luck of a fit; constant 0 is always the latency of the smallest kernel. `smallest` are the dims of such a one.
     `core_rows` are those that the constants are fitted on, where not on all. `by_fastest`: of the trained devices the
     one that gets nearest to its sustained peak says how near one gets; what holds others back no data sheet tells.
+    `scaling_s` is what times scale by from device to device where not by the bound.
     `own_floor`: its smallest call takes several launches or a long start, so that a device's floor says nothing of it.
     """
 
@@ -80,6 +82,7 @@ class Family:
     core_rows: Callable[[Dims], Bools] | None = None
     by_fastest: bool = False
     own_floor: bool = False
+    scaling_s: Callable[[Rows], Floats] | None = None
 
 
 def regime_of(family: Family, rows: Rows) -> Ints:
@@ -199,6 +202,7 @@ def _attention(name: str, dtype: str, in_bytes: float) -> Family:
         arithmetic_s=lambda rows: attention_bound_s(
             rows.dims, Sheet(**{**_numbers(rows.sheet), "bandwidth": np.array([np.inf])})
         ),
+        scaling_s=lambda rows: attention_scaling_s(rows.dims, rows.sheet),
         features=lambda rows, analytic: attention_features(rows.dims, rows.sheet, analytic),
         core_rows=lambda dims: dims["seq"] >= _SHORTEST,
         smallest={"batch": 1, "seq": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "window": 0, "causal": 1,

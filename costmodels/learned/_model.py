@@ -185,7 +185,8 @@ class FamilyModel:
         family = FAMILY_MODELS[self.family]
         there = replace(rows, sheet=near)
         known = self.analytic(there)
-        found: Floats = known + self.residual(there, known) + np.log(family.bound_s(rows) / family.bound_s(there))
+        scale = family.scaling_s or family.bound_s
+        found: Floats = known + self.residual(there, known) + np.log(scale(rows) / scale(there))
         return found
 
     def _spread(self, status: str, sheet: Sheet, size: Ints) -> tuple[Floats, Floats]:

@@ -27,7 +27,9 @@ from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of, stack_s
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
 
-__all__ = ["HeldOut", "calibrated", "errors_on", "fit_family", "rows_of", "sheets_for", "train", "trainable"]
+__all__ = [
+    "HeldOut", "calibrated", "errors_on", "fit_family", "rows_of", "sheets_for", "spoken_of", "train", "trainable",
+]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -45,6 +47,8 @@ _ALONE_TREES, _ALONE_ROWS = 250, 500
 _LEAST_TREES, _ROWS_PER_TREE = 40, 10
 _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
 _SOFTWARE_ROWS = 20
+_ONE_DEVICE = 0.5
+_FALLBACK = 2.0
 WEIGHTS = (0.0, 0.5, 1.0)
 _SIBLINGS_SHARE = 2 / 3
 _FAR_WIDER = 1.2
@@ -209,12 +213,32 @@ def without_slow(table: Measurements) -> Measurements:
     return table.at(~np.isin(table.device.astype(str), slow))
 
 
+def spoken_of(table: Measurements) -> Measurements:
+    """Rows that the models of a family speak of: all, but of attention those of Triton kernels. Frameworks fall back on
+    them where nothing else runs; some take ten times as long as their neighbours, in ways no shape tells."""
+    return table.at(~_of_triton(table)) if table.family.startswith("attention") else table
+
+
+def _without_fallbacks(table: Measurements) -> Measurements:
+    """Of attention without rows that take more than _FALLBACK times the fastest software on that shape and device: a
+    framework without a kernel for it (head dim 72 on B200) says nothing about how sure a kernel's time is."""
+    if not table.family.startswith("attention"):
+        return table
+    shape = row_codes([table.device, table.op, table.dtype, *table.dims.values()])
+    fastest = np.full(int(shape.max(initial=0)) + 1, np.inf)
+    np.minimum.at(fastest, shape, table.latency_s)
+    return table.at(table.latency_s <= _FALLBACK * fastest[shape])
+
+
+def _of_triton(table: Measurements) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.array(["triton" in name for name in table.software.tolist()], dtype=bool)
+
+
 def trainable(table: Measurements) -> Measurements:
     """What the models learn: one row per shape and device, of attention and experts the fastest software that is not
     Triton's (some of its rows hold more than one kernel), else the median."""
     if table.family.startswith(("attention", "moe")):
-        triton = np.array(["triton" in name for name in table.software.tolist()], dtype=bool)
-        return table.at(~triton).fastest_per_shape()
+        return table.at(~_of_triton(table)).fastest_per_shape()
     return table.median_per_shape()
 
 
@@ -238,8 +262,8 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
 
     Everything that is chosen is chosen within `table`: to judge it, hold a device out of the table first.
     """
-    table = without_slow(table)
-    learn, few = trainable(table), _thinned(table, _JUDGED_ROWS, seed)
+    table = spoken_of(without_slow(table))
+    learn, few = trainable(table), _thinned(_without_fallbacks(table), _JUDGED_ROWS, seed)
     devices, held_out = learn.devices(), {}
     if len(devices) >= 3:
         for name in devices:
@@ -264,7 +288,8 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
 
 
 def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[str, float]]:
-    """Per software and regime the median log error of trained devices, each device counting once."""
+    """Per software and regime the median log error of trained devices, each device counting once. What one device
+    alone showed counts half."""
     seen: dict[str, dict[str, list[float]]] = {}
     for software, regime, error in _errors_by_software(model, table):
         for key in software_keys(software)[: 1 if "triton" in software else 2]:
@@ -274,8 +299,9 @@ def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[
                     seen.setdefault(key, {}).setdefault(name, []).append(float(np.median(chosen)))
     found = {}
     for key, regimes in seen.items():
+        share = _ONE_DEVICE if max(map(len, regimes.values())) == 1 else 1.0
         typical = float(np.median([v for values in regimes.values() for v in values]))
-        found[key] = {n: float(np.median(regimes[n])) if n in regimes else typical for n in REGIMES}
+        found[key] = {n: share * (float(np.median(regimes[n])) if n in regimes else typical) for n in REGIMES}
     return found
 
 
