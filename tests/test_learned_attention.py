@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,13 +14,22 @@ from simpart.costmodels.learned._attention import (
     _key_tiles,
     attention_bytes,
     attention_flops,
+    attention_scaling_s,
     attention_seconds,
 )
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._measurements import Measurements
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._sheet import Sheet
-from simpart.costmodels.learned._training import _by_kind, rows_of, sheets_for
+from simpart.costmodels.learned._training import (
+    _by_kind,
+    _without_fallbacks,
+    rows_of,
+    sheets_for,
+    software_offsets,
+    spoken_of,
+    trainable,
+)
 
 pd = pytest.importorskip("pandas")
 
@@ -140,6 +150,16 @@ def test_the_launch_floor_of_a_new_device_is_not_that_of_its_attention() -> None
     assert model.predict(known, "other").log_seconds[0] == model.predict(none, "other").log_seconds[0]
 
 
+def test_a_peak_that_grew_alone_helps_narrow_heads_least() -> None:
+    def gain(width: int) -> float:
+        times = [attention_scaling_s(dims(seq=8192, head_dim=width), s)[0] for s in (once, twice)]
+        return float(times[0] / times[1])
+
+    once = sheet("H100-SXM-80GB")
+    twice = sheet("H100-SXM-80GB", peak=2 * once.peak[0])
+    assert 1.0 < gain(64) < gain(128) < gain(256) < 2.0
+
+
 def frame(*caches: str) -> Any:
     rows = [
         ("h100_sxm", "fw", "1", "lib", 1, 1024 * (i + 1), 8, 8, 128, 0, "bfloat16", cache, 1.0, "made up")
@@ -164,6 +184,31 @@ def test_siblings_count_together_as_one_device() -> None:
     assert len(rows_of(table, sheets)) == 3
 
 
+def test_kernels_of_triton_and_fallbacks_are_not_what_intervals_are_about() -> None:
+    kernels = ["lib", "triton", "slow"]
+    rows = frame(*["bfloat16"] * 3).assign(seq_len=4096, kernel_source=kernels, latency_ms=[1.0, 0.5, 4.0])
+    (table,) = import_frame(rows).tables
+    assert spoken_of(table).latency_s.tolist() == [1.0e-3, 4.0e-3]
+    assert trainable(table).latency_s.tolist() == [1.0e-3]
+    assert _without_fallbacks(spoken_of(table)).latency_s.tolist() == [1.0e-3]
+
+
+@pytest.mark.parametrize(("devices", "share"), [(["L40S"], 0.5), (["L40S", "A100-SXM-80GB"], 1.0)])
+def test_an_offset_that_one_device_alone_showed_counts_half(devices: list[str], share: float) -> None:
+    table = _table([name for name in devices for _ in range(30)])
+    sheets = sheets_for(devices, CAUSAL)
+    model = FamilyModel(family="attention16", constants=(CENTRES, CENTRES), boost=None, sheets=sheets, domain={})
+    known = {name: model.predict(_rows(table, name), name).log_seconds for name in devices}
+    seconds = np.concatenate([np.exp(known[name] + 0.3) for name in devices])
+    offsets = software_offsets(model, replace(table, latency_s=seconds))
+    assert set(np.round(list(offsets["fw lib"].values()), 6)) == {round(share * 0.3, 6)}
+
+
+def _rows(table: Measurements, name: str) -> Rows:
+    part = table.at(table.device == name)
+    return Rows(op=np.zeros(len(part), dtype=np.int64), dims=part.dims, sheet=sheets_for([name], CAUSAL)[name])
+
+
 def _table(names: list[str]) -> Measurements:
-    (table,) = import_frame(frame(*["bfloat16"] * len(names)).assign(system=names)).tables
+    (table,) = import_frame(frame(*["bfloat16"] * len(names)).assign(system=names, latency_ms=100.0)).tables
     return table

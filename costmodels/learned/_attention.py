@@ -78,9 +78,9 @@ def attention_bound_s(dims: Dims, sheet: Sheet) -> Floats:
 
 
 def attention_scaling_s(dims: Dims, sheet: Sheet) -> Floats:
-    """The bound with exponentials on top of products: narrow heads don't gain by a peak that grew alone."""
-    flops = attention_flops(dims)
-    exponentials = flops / (4.0 * dims["head_dim"]) / _EXPONENTIALS_PER_CLOCK
+    """The bound, with exponentials on top of products: a peak that grew alone helps narrow heads least."""
+    flops, share = attention_flops(dims), ATTENTION_CONSTANTS["exponentials"][0]
+    exponentials = share * flops / (4.0 * dims["head_dim"]) / _EXPONENTIALS_PER_CLOCK
     busy = flops / sheet.peak + exponentials / (sheet.multiprocessors * sheet.clock_hz)
     return np.maximum(busy, attention_bytes(dims) / sheet.bandwidth)
 
