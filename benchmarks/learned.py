@@ -48,8 +48,8 @@ left out whole: constants, trees, weight of the residual, software offsets and s
 is predicted from its data sheet alone (a measured launch floor only in the column that says so). Errors are
 |predicted / measured - 1| in percent, over one row per shape (the median over software; for attention and experts the
 fastest that is not Triton's); the cleaning rules are those of `costmodels/learned/_rules.py`. "In 90 %" is the share of
-all single measurements (of attention without Triton's), each software apart, inside the nominal 90 % interval, "± median" the median half-width of that
-interval. "Ratio" is the same shape on the nearest other device scaled by the roofline.
+all single measurements (of attention without Triton's), each software apart, inside the nominal 90 % interval, "±
+median" the median half-width of that interval. "Ratio" is the same shape on the nearest other device scaled by the roofline.
 
 How a prediction is made: an analytic core with some ten constants (tiles in waves for products, pairs of tiles for
 attention, bytes for the rest) times exp(weight · residual trees). A device near a trained one (`sibling`) takes that
@@ -367,7 +367,7 @@ LIMITS = """## What limits these figures, and what was tried
 * **Attention, tried without gain**: bytes per clock as a limit besides memory (B200 20.5 from 18.7); a price for a row
   alone on its multiprocessor (A100 and B200 the same, L40S 18.5 to 20.9, though every device wants it on rows of one to
   four waves); tiles that share their start; a sharper or softer turn from arithmetic to memory; narrower priors (means
-  within 0.5); query tiles of 64 or 128 alone (mean 18.5 and 18.9 from 17.5); trees with times as shares and without
+  within 0.5); query tiles of 64 in one form and of 128 in the other (mean 18.5 from 17.5); trees with times as shares and without
   device numbers (B200 16.7 from 15.5), the residual as on the nearest device (A100 13.4, B200 27.0).
 * **Attention, what is left.** H100 and H200 differ by half of what memory traffic says, so that each is told 1 point
   worse from the other than by the form before. L40S has head dim 256 at 0.44 of its peak where others have 0.6 (its
