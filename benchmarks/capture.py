@@ -45,9 +45,9 @@ def run(model: str, precision: str, full: bool) -> dict[str, Any]:
     """One capture in this process."""
     start = time.perf_counter()
     from simpart.commands.capture import summary
-    from simpart.graph_cache import captured
-    from simpart.graph_format import load_graph, save_graph
+    from simpart.graph.format import load_graph, save_graph
     from simpart.model_spec import parse_model
+    from simpart.model_spec.cache import captured
     from simpart.zoo import GPTDims, ZooFactory
 
     factory = parse_model(model)

@@ -29,7 +29,6 @@ from typing import Any
 
 import numpy as np
 
-from simpart.comparing import compare
 from simpart.describe import human_bytes, human_seconds
 from simpart.hardware import Cluster, load_cluster
 from simpart.model_spec import load_graph_or_model
@@ -49,6 +48,7 @@ from simpart.searchers._chain_plans import (
 from simpart.searchers._pipelines import PipelineShape, plan_lockstep_s, released_search
 from simpart.searchers._stage_costs import ChainProblem
 from simpart.searching import Budget, Candidate, Control
+from simpart.searching.comparing import compare
 from simpart.training import TrainingSpec
 
 PLANNERS = (

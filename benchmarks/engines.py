@@ -22,9 +22,9 @@ import numpy as np
 from simpart.engines.compiled import makespans, times, times_and_peaks
 from simpart.engines.levels import highest, levels_of
 from simpart.engines.simpy_engine import simulate_events
+from simpart.lowering.topology import Shape, StageEdge, actions_of, build_topology, class_of_action
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas
 from simpart.schedule import Schedule
-from simpart.topology import Shape, StageEdge, actions_of, build_topology, class_of_action
 
 PLANS = 256
 
@@ -89,7 +89,7 @@ def large(stages: int, micro_batches: int) -> dict[str, Any]:
         "from simpart.engines.compiled import times\n"
         "from simpart.program import Durations\n"
         "from simpart.schedule import Schedule\n"
-        "from simpart.topology import Shape, StageEdge, actions_of, build_topology\n"
+        "from simpart.lowering.topology import Shape, StageEdge, actions_of, build_topology\n"
         "jit.WORTH_IMPORTING = 0\n"
         "def run(stages, count):\n"
         "    edges = tuple(StageEdge(s, s + 1) for s in range(stages - 1))\n"

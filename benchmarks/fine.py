@@ -25,10 +25,10 @@ from simpart.configure import Configuration, configure
 from simpart.cost import Costs
 from simpart.costmodels import AlphaBeta, Roofline
 from simpart.engines import replay
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.lowering import lower
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.simulation import simulate

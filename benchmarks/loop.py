@@ -23,7 +23,7 @@ from simpart.hardware_profiles._profile_ops import profile_graph_ops
 from simpart.hardware_profiles._store import Store
 from simpart.model_spec import load_graph_or_model
 from simpart.plan import Plan
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
 from simpart.searching import Budget, search
@@ -126,7 +126,7 @@ def once(model: str, global_batch: int, store: Path, steps: int, budget_s: float
 
 def crossings(problem: Problem, plan: Plan) -> list[int]:
     """Values that cross the cut."""
-    from simpart.partition import partition_of
+    from simpart.plan.partition import partition_of
 
     return [c.value for c in partition_of(problem.graph.at(max(plan.batch.sizes[0])), plan).crossings]
 

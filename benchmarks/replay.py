@@ -74,11 +74,11 @@ def replay(graph: Any, batch: int, processes: int) -> dict[str, float]:
     import numpy as np
 
     from simpart.cost import SignatureTable
+    from simpart.cost.signatures import signatures_of
     from simpart.costmodels.table import Table
     from simpart.hardware import load_cluster
     from simpart.hardware_profiles._profile_ops import profile_graph_ops
     from simpart.hardware_profiles._store import Store
-    from simpart.signatures import signatures_of
 
     device = load_cluster("local").kinds[0]
     with tempfile.TemporaryDirectory() as folder:

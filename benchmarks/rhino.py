@@ -24,9 +24,9 @@ import numpy as np
 
 from simpart.configure import Configuration, configure
 from simpart.errors import UserError
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.plan import DeviceGroup, Devices
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher

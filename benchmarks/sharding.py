@@ -13,9 +13,9 @@ import time
 from simpart.cost import Costs
 from simpart.costmodels.alpha_beta import AlphaBeta
 from simpart.costmodels.roofline import Roofline
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.plan import DeviceGroup, Devices
 from simpart.sharding import flow
 from simpart.sharding.combine import Degrees, shard

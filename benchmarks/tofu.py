@@ -22,9 +22,9 @@ import numpy as np
 
 from simpart.configure import Configuration, configure
 from simpart.costmodels import AlphaBeta
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.plan import Plan
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher

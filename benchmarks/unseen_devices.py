@@ -40,12 +40,12 @@ from simpart.costmodels.learned._package import (
     chosen,
     find_package,
     nearest_tables,
-    read_collectives,
     read_kernels,
 )
 from simpart.costmodels.learned._training import trainable
 from simpart.costmodels.learned_comm._artifact import SHIPPED as SHIPPED_COMMUNICATION
 from simpart.costmodels.learned_comm._evaluating import clean, evaluate_package
+from simpart.costmodels.learned_comm._packaged import read_collectives
 from simpart.costmodels.learned_comm._records import read_records
 from simpart.errors import UserError
 from simpart.evaluation import Judged, summary
@@ -63,8 +63,9 @@ devices' files) was fitted to these measurements or chosen by their errors; `sim
 If models change after this page was read, it is a test set no longer, and the page has to say so.
 
 Measurements: the tables inside {source} (Apache-2.0), read by
-`costmodels/learned/_package.py`, cleaned by the rules of `_rules.py`. They are of the same shapes, frameworks and versions as much of what the models were trained on, so these
-figures are about new devices, not about new software or models. GB200 and GB300 are close kin of the trained B200.
+`costmodels/learned/_package.py`, cleaned by the rules of `_rules.py`. They are of the same shapes, frameworks and
+versions as much of what the models were trained on, so these figures are about new devices, not about new software or
+other shapes. GB200, B300 and GB300 are close kin of the trained B200.
 
 Models: compute.npz {compute}, communication.json {communication} (first digits of their SHA-256).
 
@@ -79,7 +80,8 @@ COLLECTIVES_HEAD = """
 ## Collectives
 
 Inside one NVLink domain or host, each library apart. α–β is 3.4 us (PCI Express: 5.7 us) a step and the link's full
-rate; "ratio" the same collective on the trained device with the nearest links, scaled by their rates.
+rate; "ratio" the same collective on the trained device with the nearest links, scaled by their rates. The models of
+kernels know H200, that of collectives was never shown any of it.
 
 | device | collective | rows | MAPE | median | bias | rank | in 90 % | ± | α–β | ratio |
 |---|---|---|---|---|---|---|---|---|---|---|

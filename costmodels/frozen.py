@@ -34,7 +34,7 @@ from simpart.errors import FormatError, MismatchError, UserError
 from simpart.files import dump_json, write_atomically
 from simpart.hardware import Cluster, Device, device_to_dict
 from simpart.hardware_profiles._store import signature_from_json, signature_to_json
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 
 __all__ = ["FrozenComm", "FrozenCompute", "Recorder", "load_frozen", "record", "save_frozen"]
 

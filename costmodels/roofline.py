@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpart.cost import PROVENANCES, Estimate, Signature, SignatureTable, TensorForm
-from simpart.flops import elementwise_ops, kernel_flops
+from simpart.cost.signatures import total_bytes
 from simpart.hardware import Device
-from simpart.ops import FAMILIES, base_name, family_of
-from simpart.signatures import total_bytes
+from simpart.kernels.flops import elementwise_ops, kernel_flops
+from simpart.kernels.ops import FAMILIES, base_name, family_of
 
 __all__ = ["ASSUMPTIONS", "Assumption", "Roofline", "physical_bound_s", "signature_family", "work_of"]
 

@@ -15,7 +15,7 @@ from simpart.errors import UnsupportedError
 from simpart.hardware import Device
 from simpart.hardware_profiles._environment import Environment, torch_version
 from simpart.hardware_profiles._store import KernelRecord, OverheadRecord, Profiles, Samples
-from simpart.ops import FAMILIES
+from simpart.kernels.ops import FAMILIES
 
 __all__ = ["Bools", "Table", "preferred"]
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 
 from simpart.hardware import Cluster, Device, LinkLevel
-from simpart.quantity import format_quantity
+from simpart.hardware.quantity import format_quantity
 
 __all__ = ["Machine", "describe", "detect_local", "read_machine"]
 

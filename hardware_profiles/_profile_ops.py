@@ -22,14 +22,14 @@ from typing import Any
 import numpy as np
 
 from simpart.cost import Signature, SignatureTable
+from simpart.cost.pricing import accumulate_signature, update_signature
+from simpart.cost.signatures import signatures_of
 from simpart.costmodels.roofline import Roofline
 from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.hardware import load_cluster
 from simpart.hardware_profiles._environment import Environment, local_environment
 from simpart.hardware_profiles._store import KernelRecord, OverheadRecord, Samples, Store, signature_to_json
-from simpart.pricing import accumulate_signature, update_signature
-from simpart.signatures import signatures_of
 from simpart.training import TrainingSpec
 
 __all__ = ["OpsProfile", "Progress", "kernel_counts", "profile_graph_ops", "wanted_signatures"]

@@ -19,13 +19,13 @@ from typing import Any
 import torch
 
 from simpart.cost import Signature, TensorForm
+from simpart.cost.signatures import total_bytes
 from simpart.errors import UnsupportedError
 from simpart.files import dump_json
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.hardware_profiles._environment import keep_freed_memory, last_level_cache_bytes, pin
 from simpart.hardware_profiles._store import signature_from_json
-from simpart.ops import base_name
-from simpart.signatures import total_bytes
-from simpart.sizes import DTYPE_BYTES
+from simpart.kernels.ops import base_name
 
 __all__ = ["Bench", "kernel_overhead_s", "main"]
 

@@ -16,14 +16,15 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from simpart.block_memory import kept_storages, working_sets
 from simpart.configure import layer_calls
 from simpart.cost import Collective, CollectiveKind, CollectiveTable
 from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
 from simpart.hardware import Device
+from simpart.lowering.transfers import sharing
 from simpart.memory import StateBytes, state_of, update_transient_bytes
-from simpart.partition import clonable_ops
+from simpart.memory.blocks import kept_storages, working_sets
+from simpart.plan.partition import clonable_ops
 from simpart.problem import Problem
 from simpart.searchers._block_sets import BlockSets
 from simpart.searchers._blocks import OpDag, block_numbers, blocks, crossing_values
@@ -32,7 +33,6 @@ from simpart.searchers._lines import lines, shares
 from simpart.searchers._pipelines import PipelineShape
 from simpart.searchers._tensor_stages import TensorShare, splits_vocabularies, tensor_share
 from simpart.sharding.combine import Degrees
-from simpart.transfers import sharing
 
 __all__ = ["ChainProblem", "dag_of", "in_flight"]
 

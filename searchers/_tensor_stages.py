@@ -8,19 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from simpart.conversions import collective_of
 from simpart.cost import Collective
 from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
 from simpart.hardware import Device
-from simpart.local_prices import LocalPrices
+from simpart.lowering.local_prices import LocalPrices
+from simpart.lowering.sharded import LocalParts, converted_by_kernel, kernel_value, local_bytes, local_parts
+from simpart.lowering.transfers import CommPrices
 from simpart.placement import Shard, Sharding, StatePlacement
+from simpart.placement.conversions import collective_of
 from simpart.plan import Batch, DeviceGroup, Devices, Plan
 from simpart.problem import Problem
-from simpart.sharded import LocalParts, converted_by_kernel, kernel_value, local_bytes, local_parts
 from simpart.sharding.combine import Degrees, shard
 from simpart.sharding.flow import Flow, flow
-from simpart.transfers import CommPrices
 
 __all__ = ["TensorShare", "splits_vocabularies", "tensor_share"]
 

@@ -17,10 +17,11 @@ import numpy as np
 
 from simpart.configure import equal_layers, layer_calls, recompute_regions
 from simpart.errors import UserError
+from simpart.lowering.transfers import CommPrices
 from simpart.memory import ALLOCATOR_FACTOR
-from simpart.partition import check_plan
 from simpart.placement import Sharding, StatePlacement
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
+from simpart.plan.partition import check_plan
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._cost_graph import Floats, Ints, minimise
@@ -29,7 +30,6 @@ from simpart.searchers._rhino.model import Mesh, MeshModel, StageLoad
 from simpart.searchers.alpa import AlpaPlan, InterOp, InterOpCosts, successors_allowed
 from simpart.searching import Candidate, Control
 from simpart.sharding.patterns import by_pattern
-from simpart.transfers import CommPrices
 
 __all__ = ["AlpaIlp"]
 

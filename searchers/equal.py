@@ -10,8 +10,8 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from simpart.configure import layer_calls
-from simpart.flops import op_class_flops
 from simpart.graph import Graph
+from simpart.kernels.flops import op_class_flops
 from simpart.problem import Problem
 from simpart.searchers._bottleneck import least_bottlenecks
 from simpart.searchers._chain import ChainStage, Floats

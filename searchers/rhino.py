@@ -19,9 +19,10 @@ import numpy as np
 
 from simpart.configure import equal_layers, layer_calls, recompute_regions
 from simpart.errors import ContradictionError, UnknownNameError, UserError
+from simpart.lowering.transfers import CommPrices
 from simpart.memory import ALLOCATOR_FACTOR
-from simpart.partition import check_plan
 from simpart.plan import Batch, OpSet, Plan, Stage
+from simpart.plan.partition import check_plan
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._cost_graph import Ints, Solution, linear_bound
@@ -34,7 +35,6 @@ from simpart.searchers._rhino.settings import AXIS_NAMES, Setting, physical_floo
 from simpart.searchers._rhino.stages import balanced_layers, program_stages, stage_ops
 from simpart.searching import Candidate, Control, Proposal
 from simpart.sharding.pins import Pin
-from simpart.transfers import CommPrices
 
 __all__ = ["Rhino", "rhino_o1", "rhino_o2", "rhino_o4"]
 

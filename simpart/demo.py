@@ -17,13 +17,13 @@ from simpart.describe import describe, human_bytes, human_seconds
 from simpart.errors import UserError
 from simpart.hardware import load_cluster
 from simpart.model_spec import load_graph_or_model
-from simpart.plan_format import PlanFile, save_plan
+from simpart.plan.format import PlanFile, save_plan
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, folder, load_searcher, local_profiler
 from simpart.report import save_report
+from simpart.report.timeline import timeline
 from simpart.searching import search
 from simpart.simulation import SimResult, simulate_plan
-from simpart.timeline import timeline
 from simpart.training import TrainingSpec
 
 MODEL = "gpt:layers=6,hidden=512,heads=8,seq=128,vocab=16384"

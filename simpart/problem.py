@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from simpart.cost import Costs
+from simpart.cost.pricing import Amount, OpPrices, price_ops, price_update
 from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.hardware import Cluster, Device
 from simpart.kernels import Mode
-from simpart.pricing import Amount, OpPrices, price_ops, price_update
 from simpart.training import TrainingSpec
 
 __all__ = ["Problem", "Space", "check_global_batch"]

@@ -17,9 +17,9 @@ import numpy as np
 from simpart.engines import completes_backward, task_name
 from simpart.errors import FormatError
 from simpart.files import dump_json, write_atomically
-from simpart.limits import critical_path
 from simpart.program import MEMORY_KINDS, Program, TaskKind
 from simpart.simulation import SimResult
+from simpart.simulation.limits import critical_path
 
 __all__ = ["load_trace", "save_trace", "trace_events"]
 

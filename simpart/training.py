@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Literal
 
 from simpart.errors import UserError
-from simpart.sizes import DTYPE_BYTES
+from simpart.graph.sizes import DTYPE_BYTES
 
 __all__ = ["OPTIMIZER_STATES", "Optimizer", "TrainingSpec"]
 

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from simpart.errors import FormatError, UserError
-from simpart.plan_format import training_from_json
+from simpart.plan.format import training_from_json
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 
 __all__ = ["load_training"]

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from simpart.graph import Graph, Source, named
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.placement import AxisStrategy, Halo, Partial, Placement, Replicate, Shard, Sharding, Strategy
 from simpart.plan import kernel_ids
 

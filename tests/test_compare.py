@@ -13,14 +13,14 @@ import numpy as np
 import pytest
 
 from simpart.cli import main
-from simpart.comparing import beyond, candidates_csv, compare, figure, reason_kinds
 from simpart.errors import UserError
 from simpart.graph import Graph
-from simpart.graph_format import save_graph
+from simpart.graph.format import save_graph
 from simpart.hardware import load_cluster
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
 from simpart.searching import Budget, Candidate, Control
+from simpart.searching.comparing import beyond, candidates_csv, compare, figure, reason_kinds
 from simpart.training import TrainingSpec
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from simpart.configure import Configuration, configure, equal_layers, layer_calls, recompute_regions, split_batch
 from simpart.errors import UserError
 from simpart.hardware import load_cluster
-from simpart.partition import check_plan, clonable_ops
+from simpart.plan.partition import check_plan, clonable_ops
 from simpart.problem import Problem
 from simpart.registry import default_costs
 from simpart.training import TrainingSpec
@@ -62,7 +62,7 @@ def test_layers_are_dealt_out_evenly_the_first_stages_get_the_rest() -> None:
 def test_a_model_without_layers_is_cut_by_work() -> None:
     graph = graph_of(UNET)
     assert layer_calls(graph) == []
-    from simpart.flops import op_class_flops
+    from simpart.kernels.flops import op_class_flops
 
     flops = op_class_flops(graph, 2)[graph.flat.op_class]
     stage_of = equal_layers(graph, 2)

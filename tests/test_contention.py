@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 from simpart.engines.fabric import fair_rates
 from simpart.engines.simpy_engine import simulate_events
 from simpart.errors import UserError
-from simpart.flows import link_of, ring_use, transfer_use
 from simpart.hardware import load_cluster
+from simpart.lowering.flows import link_of, ring_use, transfer_use
+from simpart.lowering.topology import Shape, StageEdge, class_of_action, class_of_send, topology_of
+from simpart.lowering.transfers import loads, messages
 from simpart.program import Durations, Flows, Topology
 from simpart.schedule import Schedule
 from simpart.simulation import simulate, simulate_plan
-from simpart.topology import Shape, StageEdge, class_of_action, class_of_send, topology_of
-from simpart.transfers import loads, messages
 from tests.test_lowering import plan, problem
 from tests.toy_graphs import UnitLinks, chain, costs
 

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpart.conversions import Step, collective_of, conversions, convertible, received_bytes
 from simpart.errors import UnsupportedError
 from simpart.placement import Halo, Partial, Placement, Replicate, Shard
-from simpart.region_conversions import box_of, device_level_cost, step_cost
+from simpart.placement.conversions import Step, collective_of, conversions, convertible, received_bytes
+from simpart.placement.region_conversions import box_of, device_level_cost, step_cost
 
 R, P = Replicate(), Partial()
 Array = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
@@ -199,7 +199,7 @@ def test_one_step_of_the_recursion_is_the_device_level_count(lies: Shard, needed
     st.lists(st.sampled_from([Shard(0), Shard(1)]), min_size=2, max_size=2), st.sampled_from([(2, 2), (3, 3), (4, 2)])
 )
 def test_gathering_whole_in_two_steps_counts_every_device(lies: list[Shard], factors: tuple[int, int]) -> None:
-    from simpart.region_conversions import part_of
+    from simpart.placement.region_conversions import part_of
 
     shape = (72, 72)
     tensor = box_of(shape)

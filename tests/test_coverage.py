@@ -11,10 +11,10 @@ import pytest
 
 from simpart.commands._coverage import coverage_documents
 from simpart.cost import PROVENANCES, Estimate, SignatureTable
-from simpart.coverage import _with_measured, beyond_measurements, parse_share, profile_next
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
 from simpart.simulation import simulate_plan
+from simpart.simulation.coverage import _with_measured, beyond_measurements, parse_share, profile_next
 from tests.test_cli import document, simpart
 from tests.test_lowering import plan, problem
 from tests.toy_graphs import UnitCompute, chain, cluster, costs

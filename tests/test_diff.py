@@ -12,15 +12,15 @@ import pytest
 
 from simpart.cli import main
 from simpart.configure import Configuration, configure
+from simpart.describe.words import plan_words
 from simpart.errors import MismatchError
 from simpart.graph import Graph
 from simpart.hardware import load_cluster
 from simpart.plan import Batch, Plan, Stage
-from simpart.plan_diff import diff_plans, diff_predictions, differing_parts
-from simpart.plan_format import PlanFile, save_plan
-from simpart.plan_words import plan_words
+from simpart.plan.format import PlanFile, save_plan
 from simpart.problem import Problem
 from simpart.registry import default_costs
+from simpart.report.diff import diff_plans, diff_predictions, differing_parts
 from simpart.schedule import Schedule
 from simpart.simulation import simulate_plan
 from simpart.training import TrainingSpec

@@ -142,7 +142,7 @@ def test_without_numba_answers_are_equal_to_the_last_bit() -> None:
 import sys, numpy as np
 from simpart.engines import compiled
 from simpart.program import Durations, MemoryDeltas
-from simpart.topology import Shape, StageEdge, topology_of
+from simpart.lowering.topology import Shape, StageEdge, topology_of
 from simpart.schedule import Schedule
 edges = tuple(StageEdge(s, s + 1) for s in range(3))
 topology = topology_of(Shape((0, 1, 2, 3), Schedule(kind="1f1b"), 9, edges))
@@ -169,8 +169,8 @@ print("numba" in sys.modules, file=sys.stderr)
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("engine", ["compiled", "simpy", "batch"])
 def test_impossible_durations_are_refused_naming_the_task(value: float, engine: str) -> None:
+    from simpart.lowering.topology import Shape, StageEdge, class_of_action, topology_of
     from simpart.schedule import Schedule
-    from simpart.topology import Shape, StageEdge, class_of_action, topology_of
 
     topology = topology_of(Shape((0, 1), Schedule(), 3, (StageEdge(0, 1),)))
     task_s = np.ones(len(topology.class_names))

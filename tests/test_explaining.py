@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from simpart.cli import main
-from simpart.explaining import more_memory, one_more_device, tightest, what_if
 from simpart.graph import Graph
-from simpart.graph_format import save_graph
+from simpart.graph.format import save_graph
 from simpart.hardware import list_clusters, load_cluster
 from simpart.problem import Problem
 from simpart.registry import default_costs, load_searcher
 from simpart.searching import Budget, search
+from simpart.searching.explaining import more_memory, one_more_device, tightest, what_if
 from simpart.simulation import simulate_plan
 from simpart.training import TrainingSpec
 

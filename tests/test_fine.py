@@ -18,30 +18,30 @@ from hypothesis import strategies as st
 
 from simpart.configure import Configuration, attention_regions, configure
 from simpart.cost import Collective, CollectiveTable, Costs, SignatureTable
+from simpart.cost.signatures import signatures_of
 from simpart.costmodels import AlphaBeta, Roofline
 from simpart.engines import replay
 from simpart.errors import UserError
-from simpart.fine import FineSettings
-from simpart.fine._buckets import buckets_of
-from simpart.fine._events import Steps
 from simpart.hardware import load_cluster
-from simpart.limits import critical_path
 from simpart.lowering import lower
+from simpart.lowering.fine import FineSettings
+from simpart.lowering.fine._buckets import buckets_of
+from simpart.lowering.fine._events import Steps
+from simpart.lowering.sharded import local_share
+from simpart.lowering.transfers import sharing
 from simpart.placement import Shard, StatePlacement
 from simpart.plan import OpSet, Plan
 from simpart.problem import Problem
 from simpart.program import Program, TaskKind
+from simpart.report.timeline import timeline
 from simpart.schedule import Schedule
-from simpart.sharded import local_share
 from simpart.sharding.flow import Conversion, flows
 from simpart.sharding.mesh import axis_members, local_signature
-from simpart.signatures import signatures_of
 from simpart.simulation import simulate, simulate_plan
-from simpart.stochastic import Disturbances, sample_steps
-from simpart.timeline import timeline
+from simpart.simulation.limits import critical_path
+from simpart.simulation.stochastic import Disturbances, sample_steps
 from simpart.trace import trace_events
 from simpart.training import TrainingSpec
-from simpart.transfers import sharing
 from tests.test_cli import document, simpart
 from tests.test_engines import reference_ends
 from tests.test_lowering import plan, problem

@@ -9,9 +9,16 @@ import numpy as np
 import pytest
 
 from simpart.capture import capture
-from simpart.flops import elementwise_ops, executed_flops, kernel_class_flops, kernel_flops, model_flops, op_class_flops
 from simpart.graph import Call, Graph, Kernel, Op, Source, Template
-from simpart.sizes import Affine, TensorSpec
+from simpart.graph.sizes import Affine, TensorSpec
+from simpart.kernels.flops import (
+    elementwise_ops,
+    executed_flops,
+    kernel_class_flops,
+    kernel_flops,
+    model_flops,
+    op_class_flops,
+)
 from simpart.zoo import Dims, GPTDims, LlamaDims, ResNetDims, UNetDims, ZooFactory
 
 ATTENTION = "aten._scaled_dot_product_flash_attention_for_cpu"

@@ -16,9 +16,9 @@ from simpart.costmodels import AlphaBeta, Roofline
 from simpart.costmodels.frozen import load_frozen, record, save_frozen
 from simpart.errors import FormatError, MismatchError
 from simpart.graph import Graph
-from simpart.graph_format import save_graph
+from simpart.graph.format import save_graph
 from simpart.hardware import Cluster, load_cluster
-from simpart.plan_format import plan_to_json
+from simpart.plan.format import plan_to_json
 from simpart.problem import Problem
 from simpart.registry import load_searcher
 from simpart.searching import Budget, search

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from simpart.capture import capture
 from simpart.errors import FormatError
 from simpart.graph import Call, Graph, Kernel, Op, Source, Template
-from simpart.graph_format import graph_from_json, graph_to_json, load_graph, save_graph
-from simpart.sizes import Affine, Table, TensorSpec
+from simpart.graph.format import graph_from_json, graph_to_json, load_graph, save_graph
+from simpart.graph.sizes import Affine, Table, TensorSpec
 from simpart.zoo import Dims, GPTDims, ResNetDims, ZooFactory
 
 FIELDS = ("model", "precision", "sources", "templates", "calls", "loss", "gradients", "joined", "tokens_per_sample")

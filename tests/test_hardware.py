@@ -24,9 +24,9 @@ from simpart.hardware import (
     load_cluster,
     load_device,
 )
-from simpart.hardware_files import read_hardware
+from simpart.hardware.files import read_hardware
+from simpart.hardware.quantity import format_quantity, parse_quantity
 from simpart.hardware_profiles._detect import Machine, describe, detect_local
-from simpart.quantity import format_quantity, parse_quantity
 
 DEVICE = """\
 kind: device

@@ -15,9 +15,9 @@ import torch
 from simpart.capture import capture
 from simpart.capture._torch import fake_mode
 from simpart.errors import UserError
-from simpart.graph_cache import captured
-from simpart.hardware_files import load_device
+from simpart.hardware.files import load_device
 from simpart.model_spec import canonical, parse_model
+from simpart.model_spec.cache import captured
 from simpart.registry import folder
 from simpart.testing.tdl_coverage import coverage_of
 from simpart.zoo.hf import HFFactory

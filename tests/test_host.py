@@ -15,13 +15,13 @@ from simpart.commands._problem import costs_of
 from simpart.commands.hardware import hardware
 from simpart.configure import Configuration, configure
 from simpart.cost import Estimate, SignatureTable
-from simpart.costmodels import with_host
+from simpart.costmodels import frozen, with_host
 from simpart.costmodels.learned._launch_time import launch_time_of
 from simpart.costmodels.learned._overheads import shipped_overheads
 from simpart.errors import FormatError, UserError
 from simpart.hardware import Cluster, Device, Host, load_cluster
 from simpart.hardware_profiles._store import OverheadRecord, Samples, Store
-from simpart.plan_format import PlanFile, save_plan
+from simpart.plan.format import PlanFile, save_plan
 from simpart.problem import Problem
 from simpart.registry import default_costs
 from simpart.simulation import simulate_plan
@@ -121,6 +121,11 @@ def test_steps_that_launches_do_not_explain() -> None:
     assert launch_time_of(with_launches(0.0), one, 0.9 * kernels_s) is None
     assert launch_time_of(with_launches(0.0), one, 1e3) is None
     assert launch_time_of(with_launches(0.0, "cpu"), one, 2 * kernels_s) is None
+
+
+def test_frozen_prices_hold_whatever_the_host() -> None:
+    cluster = load_cluster("dgx-a100")
+    assert frozen._cluster(cluster) == frozen._cluster(replace(cluster, host=Host(eager_launch_s=1e-5)))
 
 
 def test_without_numbers_nothing_changes() -> None:

@@ -25,7 +25,7 @@ main(sys.argv[2:])
 
 
 @pytest.mark.parametrize(
-    "module", ["simpart.commands._main", "click", "simpart.commands.search", "numpy", "simpart.floor"]
+    "module", ["simpart.commands._main", "click", "simpart.commands.search", "numpy", "simpart.searching.floor"]
 )
 def test_interrupt_during_an_import_ends_in_one_line(module: str) -> None:
     command = [sys.executable, "-c", START, module, "search", "gpt:layers=1", "--cluster", "local:2"]

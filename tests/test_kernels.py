@@ -10,16 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from simpart.cost import TensorForm
+from simpart.cost.pricing import price_ops
+from simpart.cost.signatures import MEMBER, fill_sizes, form_of, signatures_of, total_bytes
 from simpart.errors import MismatchError
 from simpart.graph import Call, Graph, Kernel, Op, Source, Template
-from simpart.graph_cache import captured
+from simpart.graph.sizes import Affine, TensorSpec
 from simpart.hardware import load_cluster
 from simpart.kernels import FUSIBLE, kernels
+from simpart.kernels.ops import family_of
 from simpart.model_spec import parse_model
-from simpart.ops import family_of
-from simpart.pricing import price_ops
-from simpart.signatures import MEMBER, fill_sizes, form_of, signatures_of, total_bytes
-from simpart.sizes import Affine, TensorSpec
+from simpart.model_spec.cache import captured
 from tests.toy_graphs import UnitCompute
 
 SPEC = TensorSpec((Affine(0, 1), 4), "float32", (0, 1))

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -16,17 +17,17 @@ import simpart
 
 FOLDERS = ("costmodels", "searchers", "hardware_profiles", "validate")
 
-# Lowest first; a module imports its own layer or below. Modules not named here only keep clear of the folders.
+# Lowest first; a module imports its own layer or below. A module inside a package goes with the package unless named.
 LAYERS = (
-    ("errors", "files", "quantity", "sizes"),
-    ("graph", "training", "hardware", "hardware_files", "tdl"),
-    ("plan", "schedule", "program", "kernels"),
-    ("cost", "sharding", "memory"),
-    ("problem", "collectives"),
-    ("lowering", "engines"),
-    ("simulation",),
-    ("searching", "trace"),
-    ("cli",),
+    ("errors", "files", "evaluation", "machine_code", "zoo"),
+    ("graph", "training", "hardware"),
+    ("placement", "plan", "schedule", "program", "kernels", "capture", "model_spec"),
+    ("placement.conversions", "placement.region_conversions", "tdl", "cost", "sharding", "memory", "training_files"),
+    ("problem", "registry"),
+    ("lowering", "engines", "describe"),
+    ("simulation", "configure"),
+    ("searching", "trace", "report"),
+    ("cli", "commands", "demo", "testing"),
 )
 RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 
@@ -48,6 +49,17 @@ def imports(path: Path) -> Iterator[str]:
             yield node.module or ""
             if node.module == "simpart":
                 yield from (f"simpart.{alias.name}" for alias in node.names)
+
+
+def rank_of(module: str) -> int | None:
+    """The layer of `simpart.a.b…`: that of the longest part of its name that has one; None outside simpart."""
+    parts = module.split(".")[1:] if module.startswith("simpart.") else []
+    ranks = [RANK[name] for n in range(len(parts), 0, -1) if (name := ".".join(parts[:n])) in RANK]
+    return ranks[0] if ranks else None
+
+
+def module_name(root: Path, path: Path) -> str:
+    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def core_files(root: Path) -> list[Path]:
@@ -76,13 +88,36 @@ def test_core_finds_the_four_folders_by_name_only(root: Path) -> None:
 def test_core_imports_run_one_way(root: Path) -> None:
     faults = []
     for path in core_files(root):
-        own = RANK.get(path.relative_to(root / "simpart").parts[0].removesuffix(".py"))
+        own = rank_of(module_name(root, path))
         for module in imports(path):
-            parts = module.split(".")
-            other = RANK.get(parts[1]) if parts[0] == "simpart" and len(parts) > 1 else None
+            other = rank_of(module)
             if own is not None and other is not None and other > own:
                 faults.append(f"{path.relative_to(root)} imports {module}")
     assert faults == []
+
+
+def test_every_part_of_the_core_has_a_layer(root: Path) -> None:
+    parts = {module_name(root, path).split(".")[1] for path in core_files(root) if path.parent != root / "simpart"}
+    modules = {path.stem for path in (root / "simpart").glob("*.py")} - {"__init__", "__main__"}
+    assert parts | modules == {name for name in RANK if "." not in name}
+
+
+def test_the_map_names_every_part(root: Path) -> None:
+    text = (root / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    assert [name for name in RANK if "." not in name and f"`{name}/`" not in text and f"`{name}.py`" not in text] == []
+
+
+def test_no_two_packages_of_the_core_import_each_other(root: Path) -> None:
+    """Directly or through others, at their heads or inside functions: CycleError names the cycle."""
+    uses: dict[str, set[str]] = {}
+    for path in core_files(root):
+        own = module_name(root, path).split(".")[:2]
+        for module in imports(path):
+            other = module.split(".")[:2]
+            if len(own) == len(other) == 2 and other[0] == "simpart" and own != other:
+                uses.setdefault(own[1], set()).add(other[1])
+    order = list(TopologicalSorter(uses).static_order())
+    assert order.index("graph") < order.index("plan") < order.index("searching")
 
 
 def test_light_modules_import_neither_torch_nor_sklearn_nor_pandas(root: Path) -> None:

@@ -8,10 +8,10 @@ import pytest
 from simpart.engines import compiled
 from simpart.engines.levels import peak_bytes
 from simpart.engines.simpy_engine import simulate_events
+from simpart.lowering.topology import Reduction, Shape, StageEdge, class_of_action, topology_of
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas, Topology
 from simpart.schedule import SCHEDULES, Schedule
 from simpart.testing.schedule_suite import placement
-from simpart.topology import Reduction, Shape, StageEdge, class_of_action, topology_of
 
 
 def topology(kind: str, groups: int, count: int) -> Topology:

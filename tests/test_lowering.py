@@ -17,16 +17,16 @@ from simpart.errors import MismatchError, UnknownNameError, UnsupportedError
 from simpart.graph import Graph
 from simpart.hardware import Device, load_cluster
 from simpart.lowering import lower
+from simpart.lowering.transfers import messages
 from simpart.placement import Shard, Sharding, StatePlacement
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.program import MEMORY_KINDS
+from simpart.report.timeline import timeline
 from simpart.schedule import Schedule
 from simpart.simulation import SimResult, evaluate, simulate, simulate_plan
-from simpart.stochastic import sample_steps
-from simpart.timeline import timeline
+from simpart.simulation.stochastic import sample_steps
 from simpart.training import TrainingSpec
-from simpart.transfers import messages
 from tests.toy_graphs import UnitCompute, UnitLinks, chain, cluster, costs, device
 
 

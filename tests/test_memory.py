@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from simpart.capture import capture
 from simpart.graph import Graph
+from simpart.kernels.split_backward import weight_share
 from simpart.memory import StageActivations, activations_of, state_of, state_values, update_transient_bytes
 from simpart.model_spec import ModelFactory, parse_model
-from simpart.split_backward import weight_share
 from simpart.training import TrainingSpec
 from tests.toy_graphs import Toy, chain, device
 

@@ -18,9 +18,9 @@ from simpart import capture as capture_package
 from simpart.commands.capture import capture as capture_command
 from simpart.errors import UserError
 from simpart.graph import Graph
-from simpart.graph_cache import cache_folder, captured
-from simpart.graph_format import load_graph
+from simpart.graph.format import load_graph
 from simpart.model_spec import UserFactory, canonical, load_graph_or_model, parse_model
+from simpart.model_spec.cache import cache_folder, captured
 from simpart.zoo import GPTDims, ZooFactory
 
 TINY = "gpt:layers=1,hidden=8,heads=2,seq=4,vocab=11"

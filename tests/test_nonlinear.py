@@ -13,7 +13,7 @@ from simpart.cost import Costs
 from simpart.costmodels import AlphaBeta, Roofline
 from simpart.graph import Graph
 from simpart.hardware import load_cluster
-from simpart.partition import partition_of
+from simpart.plan.partition import partition_of
 from simpart.problem import Problem, Space
 from simpart.searchers._chain import ChainStage
 from simpart.searchers._chain_plans import Answer, ChainCase, chain_cases, chain_plan

@@ -103,6 +103,7 @@ def test_what_a_forward_hides_its_backward_does_not_wait_for(launch_s: float) ->
     forward_g, backward_g = free.seconds[:2]
     expected = max(forward_c + backward_c, max(forward_c, forward_g) + backward_g)
     assert step_s(given, []) == pytest.approx(4 * expected)
+    assert simulate(lower(given, plan(given.graph, [], 4), "fine")).step_s == pytest.approx(4 * expected)
 
 
 def test_durations_tell_the_step_at_any_launch_time() -> None:

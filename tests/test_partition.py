@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from simpart.errors import MismatchError, UnknownNameError, UserError
 from simpart.graph import Graph
-from simpart.partition import Partition, check_plan, clonable_ops, partition
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage, check_shape
+from simpart.plan.partition import Partition, check_plan, clonable_ops, partition
 from simpart.schedule import Schedule, parse_rows
 from tests.vocabulary import EXAMPLES, GPT, TIED, UNET, graph_of, group
 

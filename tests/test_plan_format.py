@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from simpart.errors import FormatError, MismatchError, UserError
 from simpart.files import dump_json
-from simpart.graph_format import save_graph
+from simpart.graph.format import save_graph
 from simpart.hardware import load_cluster
 from simpart.placement import AxisStrategy, Halo, Partial, Replicate, Shard, Sharding, Strategy, placement_from_text
 from simpart.plan import Devices
-from simpart.plan_format import (
+from simpart.plan.format import (
     PlanFile,
     load_plan,
     plan_from_json,

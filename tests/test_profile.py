@@ -17,7 +17,6 @@ from simpart.cost import PROVENANCES, Signature, SignatureTable, TensorForm
 from simpart.costmodels import default_costs
 from simpart.errors import FormatError, UnsupportedError, UserError
 from simpart.graph import Graph
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.hardware_profiles import _profile_ops
 from simpart.hardware_profiles._environment import local_environment
@@ -33,6 +32,7 @@ from simpart.hardware_profiles._store import (
     signature_to_json,
 )
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 
 MODEL = "gpt:layers=1,hidden=16,heads=2,seq=8,vocab=32"
 FORM = TensorForm((2, 3), "float32", (0, 1))

@@ -13,9 +13,10 @@ from click.testing import CliRunner
 from simpart.commands.search import search as search_command
 from simpart.errors import ContradictionError, UserError
 from simpart.graph import Graph
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
+from simpart.lowering.transfers import CommPrices
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.placement import Replicate, Shard
 from simpart.plan import kernel_ids
 from simpart.problem import Problem, Space
@@ -26,12 +27,11 @@ from simpart.searchers._rhino.model import Mesh, MeshModel, StageLoad
 from simpart.searchers._rhino.settings import Setting, settings
 from simpart.searchers.rhino import Rhino
 from simpart.searching import Budget, SearchResult, search
+from simpart.searching.worth_running import worth_running
 from simpart.sharding import Pin
 from simpart.sharding.mesh import axis_members
 from simpart.sharding.pins import pins_from_text
 from simpart.training import TrainingSpec
-from simpart.transfers import CommPrices
-from simpart.worth_running import worth_running
 
 WIDE = "gpt:layers=8,hidden=4096,heads=32,seq=512,vocab=8192"
 SMALL = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=256"

@@ -12,9 +12,9 @@ from torch import nn
 
 from simpart.capture import capture
 from simpart.graph import Graph
-from simpart.graph_cache import captured
 from simpart.hardware import Cluster, load_cluster
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.placement import AxisStrategy, Placement, Replicate, Shard
 from simpart.plan import DeviceGroup, Devices
 from simpart.problem import Problem

@@ -14,11 +14,11 @@ import pytest
 
 from simpart.errors import UserError
 from simpart.graph import Graph
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.placement import Replicate, Shard
-from simpart.plan_format import PlanFile, save_plan
+from simpart.plan.format import PlanFile, save_plan
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
 from simpart.searchers.rhino import Rhino

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from simpart.engines import compiled
 from simpart.engines.simpy_engine import simulate_events
 from simpart.errors import ScheduleError, UserError
+from simpart.lowering.topology import Shape, StageEdge, actions_of, actions_of_rows, build_topology, topology_of
 from simpart.program import Durations
 from simpart.schedule import (
     SCHEDULES,
@@ -31,7 +32,6 @@ from simpart.schedule import (
 )
 from simpart.simulation import chain_times, makespan
 from simpart.testing.schedule_suite import ScheduleCase, check_schedule, held, placement, schedule_cases
-from simpart.topology import Shape, StageEdge, actions_of, actions_of_rows, build_topology, topology_of
 
 SECONDS = st.integers(1, 9).map(float)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from simpart.configure import Configuration, configure
+from simpart.configure.scheduling import fit_schedule, stage_times
 from simpart.errors import ScheduleError, UserError
 from simpart.schedule import SCHEDULES, format_rows
-from simpart.scheduling import fit_schedule, stage_times
 from simpart.simulation import evaluate, simulate_plan
 from simpart.testing.schedule_suite import held
 from tests.test_lowering import plan, problem

@@ -24,18 +24,18 @@ from simpart.costmodels import AlphaBeta, Roofline
 from simpart.errors import Interrupted, UnknownNameError, UserError
 from simpart.graph import Graph
 from simpart.hardware import load_cluster
-from simpart.partition import clonable_ops
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
-from simpart.plan_format import plan_to_json
+from simpart.plan.format import plan_to_json
+from simpart.plan.partition import clonable_ops
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
 from simpart.schedule import Schedule
 from simpart.searchers.random import Random
 from simpart.searchers.rannc import Rannc
 from simpart.searching import Budget, Candidate, Control, Progress, SearchResult, gap, search
+from simpart.searching.workers import Evaluator, process_pool
 from simpart.simulation import Evaluation, evaluate
 from simpart.training import TrainingSpec
-from simpart.workers import Evaluator, process_pool
 
 
 @pytest.fixture(scope="module")
@@ -118,12 +118,12 @@ def test_log_holds_every_candidate_and_survives_a_torn_line(gpt: Graph, tmp_path
 
 
 def test_what_is_in_the_log_is_not_simulated_again(gpt: Graph, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import simpart.workers
+    import simpart.searching.workers
 
     problem, log = problem_on(gpt, "local:2"), tmp_path / "log.jsonl"
     once = search(problem, Random(draws=40), log=log, seed=1)
     logged = log.read_bytes()
-    monkeypatch.setattr(simpart.workers, "evaluate", None)  # a simulation would fail
+    monkeypatch.setattr(simpart.searching.workers, "evaluate", None)  # a simulation would fail
     again = search(problem, Random(draws=40), log=log, seed=1)
     assert bytes_of(again) == bytes_of(once) and again.resumed == len(once.ranked) and log.read_bytes() == logged
 
@@ -307,20 +307,20 @@ def test_a_pool_that_breaks_is_done_without(gpt: Graph) -> None:
 
 SLOW_SEARCH = """
 import sys, time
-import simpart.workers
+import simpart.searching.workers
 from simpart.cli import main
-inner = simpart.workers.evaluate
+inner = simpart.searching.workers.evaluate
 def slow(problem, plans):
     time.sleep(0.05)
     return inner(problem, plans)
-simpart.workers.evaluate = slow
+simpart.searching.workers.evaluate = slow
 main(sys.argv[1:])
 """
 
 
 @pytest.mark.parametrize("name", ["random", "annealing"])
 def test_killed_search_run_again_writes_the_same_plan(gpt: Graph, tmp_path: Path, name: str) -> None:
-    from simpart.graph_format import save_graph
+    from simpart.graph.format import save_graph
 
     save_graph(gpt, tmp_path / "g.graph")
 

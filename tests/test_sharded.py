@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from simpart.flops import kernel_class_flops, kernel_flops
+from simpart.cost.pricing import price_ops
 from simpart.hardware import load_cluster
+from simpart.kernels.flops import kernel_class_flops, kernel_flops
+from simpart.lowering.sharded import converted_bytes, local_bytes, local_elements, price_kernels, sent_by
 from simpart.placement import Replicate, Shard
-from simpart.pricing import price_ops
 from simpart.registry import default_costs
-from simpart.sharded import converted_bytes, local_bytes, local_elements, price_kernels, sent_by
 from simpart.sharding.flow import Flow, flow, flows
 from tests.vocabulary import EXAMPLES, GPT, graph_of, megatron
 

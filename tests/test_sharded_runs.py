@@ -21,7 +21,6 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import spawn
 
 from simpart.capture import capture
-from simpart.conversions import convertible
 from simpart.errors import UnsupportedError
 from simpart.graph import Graph
 from simpart.hardware import load_cluster
@@ -37,8 +36,9 @@ from simpart.placement import (
     StatePlacement,
     Strategy,
 )
+from simpart.placement.conversions import convertible
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
 from simpart.schedule import Schedule, parse_rows
 from simpart.sharding import Layout, flows
 from simpart.sharding.combine import Degrees, shard

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 
+from simpart.cost.signatures import signatures_of
 from simpart.graph import Graph
 from simpart.placement import Partial, Replicate, Shard, Sharding, StatePlacement
 from simpart.plan import Plan
 from simpart.sharding import Flow, axis_members, flow, flows, local_signature
 from simpart.sharding.flow import _follow, _Stage
 from simpart.sharding.mesh import mesh_of
-from simpart.signatures import signatures_of
 from tests import vocabulary
 from tests.sharding_rule import conversions as account
 from tests.vocabulary import GPT, LLAMA, MLP, TENSOR_PARALLEL, graph_of, megatron, rests

@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from simpart.configure import Configuration, configure
-from simpart.conversions import conversions, received_bytes
+from simpart.describe.explain import explain
 from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph, named
-from simpart.partition import check_plan
 from simpart.placement import AxisStrategy, Partial, Placement, Replicate, Shard, Sharding, StatePlacement, Strategy
+from simpart.placement.conversions import conversions, received_bytes
 from simpart.plan import kernel_ids
+from simpart.plan.partition import check_plan
 from simpart.sharding import (
     Degrees,
     Flow,
@@ -30,7 +31,6 @@ from simpart.sharding import (
     calls_of,
     context_parallel,
     expert_parallel,
-    explain,
     flow,
     flows,
     matching,

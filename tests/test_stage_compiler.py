@@ -18,10 +18,10 @@ from simpart.capture import capture, export_ops
 from simpart.capture._ops import ExportedOps
 from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
+from simpart.graph.sizes import Affine, TensorSpec
 from simpart.model_spec import parse_model
-from simpart.partition import Partition, partition
+from simpart.plan.partition import Partition, partition
 from simpart.schedule import parse_rows
-from simpart.sizes import Affine, TensorSpec
 from simpart.validate._boundary import BoundaryValue, batch_dim, boundary_values, check_order, pieces, split
 from simpart.validate._compile import StageProgram, compile_stage
 from simpart.validate._program import StageError
@@ -331,7 +331,7 @@ def test_a_rank_keeps_only_the_parameters_of_its_stage(gpt: Case) -> None:
 
     from simpart.hardware import load_cluster
     from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
-    from simpart.plan_format import PlanFile
+    from simpart.plan.format import PlanFile
     from simpart.training import TrainingSpec
     from simpart.validate._rank import build_share
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from simpart.errors import UserError
-from simpart.limits import critical_path, gains_of, parts_of
 from simpart.program import Program
 from simpart.simulation import simulate_plan
-from simpart.stochastic import Disturbances, Failures, compare_steps, goodput, sample_steps
+from simpart.simulation.limits import critical_path, gains_of, parts_of
+from simpart.simulation.stochastic import Disturbances, Failures, compare_steps, goodput, sample_steps
 from tests.test_lowering import plan, problem
 from tests.toy_graphs import UnitCompute, UnitLinks, chain, costs
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from simpart.capture import capture
+from simpart.cost.signatures import signatures_of
+from simpart.kernels.ops import base_name
 from simpart.model_spec import parse_model
-from simpart.ops import base_name
-from simpart.signatures import signatures_of
 from simpart.tdl import DESCRIPTIONS, Sum, call_like, hidden, local_call, opaque, splits_of, undescribed_reason
 from simpart.testing.tdl_cases import CASES, NOT_RUN, case_for
 from simpart.testing.tdl_suite import (

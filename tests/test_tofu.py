@@ -17,9 +17,9 @@ from simpart.graph import Graph
 from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
 from simpart.placement import Partial, Placement, Replicate, Shard
+from simpart.placement.region_conversions import Box, box_of, part_of, step_cost
 from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.region_conversions import Box, box_of, part_of, step_cost
 from simpart.registry import default_costs, load_searcher
 from simpart.searchers._tofu.baselines import METHODS
 from simpart.searchers._tofu.choices import check_factors

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from simpart.hardware import load_cluster
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
 from simpart.searchers._tofu.baselines import METHODS
 from simpart.searchers._tofu.plan import plan_of
 from simpart.searchers.tofu import partition

@@ -9,11 +9,11 @@ import pytest
 
 from simpart.placement import Placement, Replicate, Shard
 from simpart.report import save_report
+from simpart.report.tiling import POINTS, owners, save_tiling, tiled_blocks, tiling
 from simpart.searchers._tofu.plan import plan_of
 from simpart.searchers.tofu import partition
 from simpart.simulation import simulate_plan
 from simpart.tdl.local import local_shape
-from simpart.tiling import POINTS, owners, save_tiling, tiled_blocks, tiling
 from tests.test_tofu import GPT, graph_of, problem_of
 
 AXES = (("x", 2), ("y", 3))

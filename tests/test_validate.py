@@ -21,7 +21,7 @@ from simpart.graph import Graph
 from simpart.hardware import Cluster, load_cluster
 from simpart.model_spec import canonical, parse_model
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
 from simpart.schedule import Schedule, parse_rows
 from simpart.training import TrainingSpec
 from simpart.validate import RunFailed, collect, components, launch, prepare, report_of, validate

@@ -14,9 +14,9 @@ import torch
 from simpart.describe import describe
 from simpart.errors import UserError
 from simpart.graph import Graph
+from simpart.graph.sizes import size_at, size_from_json
 from simpart.hardware import load_cluster
-from simpart.ops import base_name
-from simpart.partition import check_plan
+from simpart.kernels.ops import base_name
 from simpart.placement import (
     AxisStrategy,
     Halo,
@@ -29,11 +29,11 @@ from simpart.placement import (
     Strategy,
 )
 from simpart.plan import OpSet, Plan, kernel_ids
-from simpart.plan_format import PlanFile, load_plan, plan_from_json, plan_to_json, save_plan
+from simpart.plan.format import PlanFile, load_plan, plan_from_json, plan_to_json, save_plan
+from simpart.plan.partition import check_plan
 from simpart.problem import Problem
 from simpart.registry import default_costs
 from simpart.simulation import simulate_plan
-from simpart.sizes import size_at, size_from_json
 from simpart.training import TrainingSpec
 from tests.sharding_rule import Conversion, conversions, running_order, strategies_of
 from tests.vocabulary import (

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from simpart.errors import UserError
-from simpart.plan_format import PlanFile, save_plan
-from simpart.stochastic import Disturbances, Failures, goodput, sample_steps
+from simpart.plan.format import PlanFile, save_plan
+from simpart.simulation.stochastic import Disturbances, Failures, goodput, sample_steps
+from simpart.simulation.worlds import worlds_of
 from simpart.training import TrainingSpec
-from simpart.worlds import worlds_of
 from tests.test_cli import simpart
 from tests.test_lowering import plan, problem
 from tests.test_stochastic import program

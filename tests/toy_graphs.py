@@ -16,8 +16,8 @@ import numpy as np
 
 from simpart.cost import PROVENANCES, CollectiveTable, Costs, Estimate, SignatureTable
 from simpart.graph import Call, Graph, Kernel, Op, Source, Template
+from simpart.graph.sizes import Affine, TensorSpec
 from simpart.hardware import Cluster, Device, LinkLevel
-from simpart.sizes import Affine, TensorSpec
 
 Value = str
 """An op-level value; `d value` is its gradient."""

@@ -16,12 +16,12 @@ from typing import Any
 
 from simpart.describe import describe
 from simpart.graph import Graph, Source
-from simpart.graph_cache import captured
 from simpart.hardware import load_cluster
 from simpart.model_spec import parse_model
+from simpart.model_spec.cache import captured
 from simpart.placement import AxisStrategy, Partial, Placement, Replicate, Shard, StatePlacement
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
-from simpart.plan_format import plan_to_json
+from simpart.plan.format import plan_to_json
 from simpart.schedule import Schedule
 from tests.sharding_rule import follow, sharding_of
 

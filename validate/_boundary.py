@@ -11,10 +11,10 @@ from math import prod
 
 from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
-from simpart.partition import Partition
+from simpart.graph.sizes import Affine, TensorSpec
 from simpart.plan import Plan
+from simpart.plan.partition import Partition
 from simpart.schedule import Action, Rows
-from simpart.sizes import Affine, TensorSpec
 
 __all__ = [
     "BoundaryValue",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from simpart.errors import UnsupportedError
 from simpart.graph import Graph
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.placement import StatePlacement
 from simpart.sharding import Flow
 from simpart.sharding._state import StateOf, _contributions

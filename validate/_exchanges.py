@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.tdl import Call
 
 __all__ = ["EXCHANGED"]

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn import Parameter
 
 from simpart.errors import UnsupportedError
-from simpart.group_costs import BUCKET_BYTES
+from simpart.lowering.group_costs import BUCKET_BYTES
 from simpart.training import TrainingSpec
 
 __all__ = ["Updater", "holder_groups"]

@@ -10,7 +10,7 @@ from torch.utils import _pytree
 
 from simpart.errors import UnsupportedError
 from simpart.model_spec import UserFactory
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
 from simpart.validate._boundary import batch_dim
 from simpart.validate._mesh_share import MeshShare
 from simpart.validate._rank import Share

@@ -15,13 +15,13 @@ import torch
 
 from simpart.errors import UnsupportedError
 from simpart.graph import Graph, Source
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.placement import Partial, Replicate, Shard, Sharding, StatePlacement, Strategy
 from simpart.plan import REPLICA_AXIS
 from simpart.sharding import Flow, Layout, calls_of, layout_text
 from simpart.sharding._regions import wiring_of
 from simpart.sharding._state import StateOf, _kept
 from simpart.sharding.mesh import rest_layout
-from simpart.sizes import DTYPE_BYTES
 from simpart.validate._crossings import Needs, Updated
 from simpart.validate._local_kernels import Draw, bind
 from simpart.validate._mesh import Convert, Mesh

@@ -22,7 +22,7 @@ from simpart.errors import FormatError, UnsupportedError, UserError
 from simpart.files import dump_json, write_atomically
 from simpart.placement import Halo
 from simpart.plan import Plan
-from simpart.plan_format import PlanFile, save_plan
+from simpart.plan.format import PlanFile, save_plan
 
 __all__ = ["RunFailed", "collect", "launch", "prepare", "refuse_unsupported"]
 

@@ -14,7 +14,7 @@ import torch
 
 from simpart.errors import UnsupportedError
 from simpart.hardware_profiles._replay import decoded, operator
-from simpart.ops import base_name, kind_of
+from simpart.kernels.ops import base_name, kind_of
 from simpart.placement import AxisStrategy, Halo, Partial, Placement, Replicate, Shard, Strategy
 from simpart.sharding.mesh import matching
 from simpart.tdl import Call, Split, local_call, splits_of

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from simpart.conversions import Step, conversions
 from simpart.errors import UnsupportedError
 from simpart.placement import Halo, Partial, Placement, Shard
+from simpart.placement.conversions import Step, conversions
 from simpart.plan import Plan
 from simpart.sharding import Axes, Layout, axis_members, layout_text
 from simpart.sharding.mesh import mesh_of

@@ -12,16 +12,16 @@ from torch import nn
 
 from simpart.errors import UnsupportedError
 from simpart.graph import Graph
-from simpart.ops import kind_of
-from simpart.partition import partition_of
+from simpart.graph.sizes import DTYPE_BYTES
+from simpart.kernels.ops import kind_of
 from simpart.placement import Sharding
 from simpart.plan import Plan
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
+from simpart.plan.partition import partition_of
 from simpart.schedule import Rows
 from simpart.sharding import Flow, flows
 from simpart.sharding._state import StateOf
 from simpart.sharding.mesh import rest_layout
-from simpart.sizes import DTYPE_BYTES
 from simpart.validate._crossings import Needs, needs_of
 from simpart.validate._kernel_stage import GradientOf, KernelStage, compile_kernels
 from simpart.validate._local_kernels import Draw

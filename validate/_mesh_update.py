@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from simpart.conversions import conversions
 from simpart.errors import UnsupportedError
-from simpart.group_costs import BUCKET_BYTES
+from simpart.lowering.group_costs import BUCKET_BYTES
 from simpart.placement import Partial, Replicate
+from simpart.placement.conversions import conversions
 from simpart.plan import Plan
 from simpart.sharding import Layout
 from simpart.training import TrainingSpec

@@ -15,10 +15,10 @@ from simpart.capture import export_ops
 from simpart.capture._ops import ExportedOps
 from simpart.errors import MismatchError, UnsupportedError
 from simpart.graph import Graph
-from simpart.ops import kind_of
-from simpart.partition import Partition, partition_of
+from simpart.kernels.ops import kind_of
 from simpart.plan import Plan
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
+from simpart.plan.partition import Partition, partition_of
 from simpart.validate._boundary import BoundaryValue, Hop, boundary_values, hops_of
 from simpart.validate._compile import Key, StageProgram, compile_stage, paths, value_of
 

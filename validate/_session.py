@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from simpart.errors import MismatchError, UnsupportedError
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
 from simpart.schedule import Rows
 from simpart.validate._boundary import Traffic, check_order
 from simpart.validate._gradients import Updater, holder_groups

@@ -36,7 +36,7 @@ from simpart.errors import UserError  # noqa: E402
 from simpart.files import dump_json, write_atomically  # noqa: E402
 from simpart.hardware_profiles._environment import keep_freed_memory, pin  # noqa: E402
 from simpart.model_spec import parse_model  # noqa: E402
-from simpart.plan_format import PlanFile, load_plan  # noqa: E402
+from simpart.plan.format import PlanFile, load_plan  # noqa: E402
 from simpart.validate._inputs import Inputs  # noqa: E402
 from simpart.validate._mesh import Mesh  # noqa: E402
 from simpart.validate._mesh_share import MeshShare, build_mesh_share, runs_kernels  # noqa: E402

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from simpart.errors import UserError
-from simpart.plan_format import PlanFile
+from simpart.plan.format import PlanFile
 from simpart.validate._launch import collect, launch, prepare
 from simpart.validate._timeline import (
     COMPONENTS,

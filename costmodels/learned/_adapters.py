@@ -102,7 +102,8 @@ def _renamed(frame: pd.DataFrame) -> pd.DataFrame:
     """Tables as they lie in the package aiconfigurator-core, with the column names of the shared data files."""
     if "latency" not in frame.columns or "framework" not in frame.columns:
         return frame
-    return frame.rename(columns={old: new for old, new in _PACKAGE_NAMES.items() if new not in frame.columns})
+    frame = frame.rename(columns={old: new for old, new in _PACKAGE_NAMES.items() if new not in frame.columns})
+    return frame if "source" in frame.columns else frame.assign(source="aiconfigurator-core")
 
 
 _PACKAGE_NAMES = {

@@ -65,9 +65,9 @@ def evaluate_package(
     if split == "shipped":
         beside = nearest_tables(package, tables)
         inside = set(beside) <= set(tables)
-        near = {device_named(table.system) for table in beside}
+        near = [device_named(table.system) or "" for table in beside]
         known = found.tables if inside else read_kernels(package, beside, progress).tables
-        reference = [t.at(np.isin(t.device, list(near))) for t in known]
+        reference = [t.at(np.isin(t.device, near)) for t in known]
     judged, more = _judged(found, split, floors, models, progress, reference)
     notes = [
         f"{package.reused} tables of this package stand for another version's and are read there",

@@ -19,7 +19,7 @@ from simpart.costmodels.learned._sheet import sheet_of
 from simpart.costmodels.learned._signatures import Question, question_of
 from simpart.costmodels.roofline import Roofline, signature_family
 from simpart.hardware import Device
-from simpart.ops import FAMILIES, family_of
+from simpart.kernels.ops import FAMILIES, family_of
 
 __all__ = ["Learned", "shipped_models"]
 

@@ -1,13 +1,12 @@
 """The tables in the Python package aiconfigurator-core (Apache-2.0), installed here or unpacked into a folder.
 
 They lie at `systems/data/<system>/<family>/<framework>/<version>/<table>.parquet`; the folders say which device and
-which software was measured, whatever the columns of the same names say. Nothing of the package is imported or run:
+which software was measured; rows that state another device are left out. Nothing of the package is imported or run:
 its place is looked up, its files are read. Tables of kernels that no model describes (MLA, sparse attention,
 quantization, decoding, exchange among experts …) are counted and not read.
 
 A `reuse.yaml` says that a version of a framework has no measurements of its own and serves those of another version.
-They are read there, once; the declarations are counted. Tables of collectives that repeat another version's without
-saying so are marked as copies, for the rules to leave out.
+They are read there, once; the declarations are counted. Collectives become rows in `learned_comm/_packaged.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import yaml
 
 from simpart.costmodels.learned._adapters import device_named, import_frame
 from simpart.costmodels.learned._fittable import KERNELS_FROM
-from simpart.costmodels.learned._measurements import Imported
+from simpart.costmodels.learned._measurements import Imported, Measurements
 from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of
 from simpart.errors import FormatError, UnknownNameError, UserError
 from simpart.hardware import load_device
@@ -32,8 +31,10 @@ from simpart.hardware import load_device
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["COLLECTIVES", "KERNELS", "NAME", "Package", "Table", "chosen", "find_package", "nearest_tables",
-           "read_collectives", "read_kernels"]  # fmt: skip
+__all__ = [
+    "COLLECTIVES", "KERNELS", "NAME", "Package", "Table", "chosen", "find_package", "nearest_tables", "read_kernels",
+    "read_table", "read_yaml",
+]  # fmt: skip
 
 NAME = "aiconfigurator-core"
 KERNELS = ("gemm", "attention", "encoder_attention", "moe")
@@ -47,9 +48,6 @@ _TABLES: Mapping[tuple[str, str], str] = {
     ("comm", "oneccl_perf"): COLLECTIVES,
     ("comm", "custom_allreduce_perf"): COLLECTIVES,
 }
-_ELEMENT_BYTES = {"half": 2, "float16": 2, "bfloat16": 2, "float": 4, "float32": 4, "int8": 1, "fp8": 1}
-_LIBRARIES = {"nccl": "NCCL", "oneccl": "oneCCL"}
-_PCIE_LANES = {16e9: 3, 32e9: 4, 64e9: 5, 128e9: 6}  # bytes/s of sixteen lanes in one direction, by generation
 _TEXTS = ("device", "kernel_source", "gemm_dtype", "attn_dtype", "kv_cache_dtype", "moe_dtype", "distribution")
 _DROPPED = ("framework", "version", "op_name", "device", "step", "beam_width", "power", "power_limit")
 _RENAMED = {
@@ -104,14 +102,16 @@ def find_package(text: str) -> Package | None:
     if path.suffix == ".whl":
         raise UserError(f"{path} is packed; unpack it (python -m zipfile -e {path.name} FOLDER) and name the folder")
     for inside in ("aiconfigurator_core/systems", "systems", "."):
-        if (path / inside / "data").is_dir() and any((path / inside / "data").glob("*/*/*/*/*.parquet")):
+        if (path / inside / "data").is_dir() and any((path / inside / "data").glob("*/*/*/*/*_perf.parquet")):
             return _listed(path / inside)
     return None
 
 
 def _listed(systems: Path) -> Package:
-    from pyarrow import parquet
-
+    try:
+        from pyarrow import parquet
+    except ImportError as error:
+        raise UserError(f"reading the tables of {NAME} needs pandas and pyarrow; install simpart[aic]") from error
     tables, not_read, reused = [], Counter[str](), 0
     for path in sorted((systems / "data").glob("*/*/*/*/*.parquet")):
         system, family, framework, version = path.parts[-5:-1]
@@ -127,7 +127,7 @@ def _listed(systems: Path) -> Package:
                 path=path, content=content, system=system, framework=framework, version=version, rows=rows,
             ))  # fmt: skip
     for path in sorted((systems / "data").glob("*/*/*/*/reuse.yaml")):
-        declared = _yaml(path).get("reuse")
+        declared = read_yaml(path).get("reuse")
         for entry in declared if isinstance(declared, list) else ():
             reused += isinstance(entry, dict) and (path.parts[-4], str(entry.get("table"))) in _TABLES
     return Package(
@@ -155,10 +155,10 @@ def chosen(package: Package, contents: Sequence[str], devices: Iterable[str] = (
     measured = {table.system: device_named(table.system) for table in tables}
     wanted = set()
     for text in devices:
-        name = device_named(text)
-        if name is None or name not in measured.values():
+        device = device_named(text)
+        if device is None or device not in measured.values():
             raise UnknownNameError("device of these tables", text, [n or s for s, n in measured.items()])
-        wanted.add(name)
+        wanted.add(device)
     tables = [table for table in tables if not wanted or measured[table.system] in wanted]
     if not tables:
         raise FormatError(f"{package.systems} has no table of {', '.join(contents)}")
@@ -173,7 +173,8 @@ def nearest_tables(package: Package, tables: Sequence[Table]) -> tuple[Table, ..
         mine = device_named(system)
         if mine is None:
             continue
-        sheet, others = _sheet(mine), {}
+        sheet = _sheet(mine)
+        others: dict[float, list[Table]] = {}
         for table in package.tables:
             name = device_named(table.system)
             if table.content == content and name in KERNELS_FROM and name != mine:
@@ -189,7 +190,8 @@ def _sheet(device: str) -> Sheet:
 
 def read_kernels(package: Package, tables: Sequence[Table], progress: Progress = lambda text: None) -> Imported:
     """Kernels of these tables by family, cleaned by the same rules as any file."""
-    parts, refused, rows = [], Counter[str](), 0
+    parts: list[Measurements] = []
+    refused, rows = Counter[str](), 0
     for content in KERNELS:
         mine = [table for table in tables if table.content == content]
         if not mine:
@@ -204,60 +206,8 @@ def read_kernels(package: Package, tables: Sequence[Table], progress: Progress =
     return Imported(kind=NAME, tables=tuple(parts), rows=rows, refused=dict(refused))
 
 
-def read_collectives(package: Package, tables: Sequence[Table], progress: Progress = lambda text: None) -> pd.DataFrame:
-    """Collectives of these tables with the columns that tables of collectives have."""
-    import numpy as np
-    import pandas as pd
-
-    frames = []
-    for table in tables:
-        progress(f"reading {table.system} {table.framework} {table.version}")
-        raw = _raw(table.path)
-        dtype = raw["nccl_dtype" if "nccl_dtype" in raw else "allreduce_dtype"].astype(str)
-        version, library = table.version, _LIBRARIES.get(table.framework, table.framework)
-        if table.path.stem == "nccl_perf" and table.framework != "nccl":  # kept beside a framework's own
-            library, version = "NCCL", str(raw["version"].iloc[0])
-        frames.append(pd.DataFrame({
-            "op": raw["op_name"].astype(str), "size_bytes": raw["message_size"] * dtype.map(_ELEMENT_BYTES),
-            "num_gpus": raw["num_gpus"], "latency_us": raw["latency"] * 1e3, "dtype": dtype,
-            "kernel": raw["kernel_source"].astype(str), "gpu": table.system, "lib": f"{library} {version}",
-            "interconnect": _interconnect(package, table.system), "nodes": 1, "source": "aiconfigurator",
-            "own": str(raw["version"].iloc[0] if "version" in raw else table.version) == table.version,
-        }))  # fmt: skip
-    frame = pd.concat(frames, ignore_index=True)
-    frame["quality"] = np.where(_copies(frame), "reused copy of another version", "")
-    return frame.drop(columns="own")
-
-
-def _copies(frame: pd.DataFrame) -> Any:
-    """Rows of a library's kernel that all equal those of another version on the same system, which says by its own
-    columns, or by its place in the order of versions, that it is the one that was measured."""
-    import numpy as np
-
-    seen: dict[Any, str] = {}
-    copied = np.zeros(len(frame), dtype=bool)
-    groups = [(key, rows) for key, rows in frame.groupby(["gpu", "lib", "kernel"], sort=True)]
-    for (system, _, kernel), rows in sorted(groups, key=lambda group: not group[1]["own"].iloc[0]):
-        columns = ["op", "dtype", "num_gpus", "size_bytes", "latency_us"]
-        content = (system, kernel, rows[columns].sort_values(columns).to_csv(index=False))
-        if content in seen:
-            copied[rows.index.to_numpy()] = True
-        seen.setdefault(content, "")
-    return copied
-
-
-def _interconnect(package: Package, system: str) -> str:
-    """Words for the links inside a host, from the package's own data sheet of the system; empty when it has none."""
-    path = package.systems / f"{system}.yaml"
-    node = _yaml(path).get("node") or {} if path.is_file() else {}
-    try:
-        direct, bus = float(node["intra_node_bw"]), float(node["pcie_bw"])
-    except (KeyError, TypeError, ValueError):
-        return ""
-    return "NVLink + NVSwitch" if direct > 1.5 * bus else f"PCIe{_PCIE_LANES.get(bus, '')} (no NVLink)"
-
-
-def _yaml(path: Path) -> Mapping[str, Any]:
+def read_yaml(path: Path) -> Mapping[str, Any]:
+    """A mapping from a YAML file, empty when it holds something else; raises FormatError when it cannot be read."""
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -265,7 +215,7 @@ def _yaml(path: Path) -> Mapping[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _raw(path: Path) -> pd.DataFrame:
+def read_table(path: Path) -> pd.DataFrame:
     """A file as a table, texts as categories."""
     from pyarrow import parquet
 
@@ -287,9 +237,9 @@ def _frame(tables: Sequence[Table], source: str, progress: Progress) -> tuple[pd
     parts, refused = [], Counter[str]()
     for table in tables:
         progress(f"reading {table.content} of {table.system}, {table.framework} {table.version}")
-        part = _raw(table.path)
+        part = read_table(table.path)
         left_out = np.full(len(part), "", dtype=object)
-        if "step" in part:  # prompts that continue others, or are searched in beams
+        if {"step", "beam_width"} <= set(part.columns):  # prompts that continue others, or are searched in beams
             left_out[((part["step"] != 0) | (part["beam_width"] != 1)).to_numpy()] = "continued_prompt"
         if "device" in part:
             named = device_named(table.system)
@@ -298,8 +248,9 @@ def _frame(tables: Sequence[Table], source: str, progress: Progress) -> tuple[pd
         refused.update(name for name in left_out.tolist() if name)
         part = part.loc[left_out == ""].drop(columns=[name for name in _DROPPED if name in part])
         place = {"system": table.system, "fw": table.framework, "fw_version": table.version, "source": source}
+        codes = np.zeros(len(part), dtype=np.int8)
         for name, text in place.items():
-            part[name] = pd.Categorical.from_codes(np.zeros(len(part), dtype=np.int8), categories=[text])
+            part[name] = pd.Categorical.from_codes(codes, dtype=pd.CategoricalDtype([text]))
         parts.append(part.rename(columns=_RENAMED))
     return _joined(parts), dict(refused)
 

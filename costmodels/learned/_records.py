@@ -17,8 +17,8 @@ from simpart.costmodels.learned._families import FAMILY_MODELS
 from simpart.costmodels.learned._measurements import Imported, Measurements
 from simpart.costmodels.learned._signatures import question_of
 from simpart.errors import FormatError
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.hardware_profiles._store import Store
-from simpart.sizes import DTYPE_BYTES
 
 __all__ = ["LEAST_LAUNCHES", "import_kernels", "overheads_of_trace", "read_profiles", "read_trace"]
 

@@ -8,6 +8,11 @@
     unit_mistake    a whole (device, software) group lies 300 times or more off its neighbours' median: another unit
     resolution      shorter than eight steps of the timer of its source (operators timed to 1 µs)
 
+and of the tables inside aiconfigurator-core (`_package.py`), before these:
+
+    continued_prompt                attention of prompts that continue others, or are searched in beams
+    other_device_than_its_folder    the row states a device that is not the one whose folder it lies in
+
 The first rule that applies counts. Rows that break `beyond_peak` or `warm_cache` by less than 2 % stay: clocks differ
 a little from data sheets.
 """

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from simpart.cost import Signature, TensorForm
 from simpart.costmodels.roofline import signature_family, work_of
-from simpart.ops import base_name, family_of
-from simpart.sizes import DTYPE_BYTES
+from simpart.graph.sizes import DTYPE_BYTES
+from simpart.kernels.ops import base_name, family_of
 
 __all__ = ["Question", "question_of"]
 

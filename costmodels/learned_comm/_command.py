@@ -8,12 +8,13 @@ from typing import Any
 
 from simpart.costmodels.learned._adapters import read_frame
 from simpart.costmodels.learned._fittable import COLLECTIVES_FROM, fittable, never_fitted
-from simpart.costmodels.learned._package import COLLECTIVES, chosen, find_package, read_collectives
+from simpart.costmodels.learned._package import COLLECTIVES, chosen, find_package
 from simpart.costmodels.learned_comm._artifact import SHIPPED, save
 from simpart.costmodels.learned_comm._calibrate import fit as fit_records
 from simpart.costmodels.learned_comm._evaluating import clean
 from simpart.costmodels.learned_comm._model import Fitted
 from simpart.costmodels.learned_comm._nccl_tests import SUFFIXES, read_log
+from simpart.costmodels.learned_comm._packaged import read_collectives
 from simpart.costmodels.learned_comm._records import is_collectives, joined, read_records
 from simpart.errors import UserError
 

@@ -12,11 +12,12 @@ import numpy as np
 from simpart.costmodels.learned._adapters import device_named
 from simpart.costmodels.learned._fittable import COLLECTIVES_FROM, fittable
 from simpart.costmodels.learned._generations import generation_of
-from simpart.costmodels.learned._package import COLLECTIVES, NAME, Package, chosen, read_collectives
+from simpart.costmodels.learned._package import COLLECTIVES, NAME, Package, chosen
 from simpart.costmodels.learned_comm._artifact import SHIPPED, load
 from simpart.costmodels.learned_comm._calibrate import fit, size_fold, with_floors
 from simpart.costmodels.learned_comm._interconnects import FABRICS
 from simpart.costmodels.learned_comm._model import REGIMES, STATUSES, Fitted, regime_of
+from simpart.costmodels.learned_comm._packaged import read_collectives
 from simpart.costmodels.learned_comm._records import Records, read_records
 from simpart.costmodels.learned_comm._rules import judge
 from simpart.costmodels.learned_comm._situation import KINDS, SOFTWARE

@@ -14,19 +14,19 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from simpart.cost import Collective, Costs, Signature, SignatureTable, TensorForm
+from simpart.cost.signatures import signatures_of
 from simpart.graph import Graph
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.hardware import Cluster
+from simpart.lowering.transfers import CommPrices, sharing
 from simpart.placement import AxisStrategy, Halo, Placement, Replicate, Shard, Strategy
 from simpart.plan import DeviceGroup
 from simpart.searchers._cost_graph import Floats
 from simpart.searchers._rhino.settings import slowest_row
 from simpart.searchers._rhino.wires import Wires, wires_of
 from simpart.sharding.mesh import Axes, Layout, axis_members, calls_of
-from simpart.signatures import signatures_of
-from simpart.sizes import DTYPE_BYTES
 from simpart.tdl import Call, Split, splits_following, splits_of
 from simpart.tdl.local import local_shape
-from simpart.transfers import CommPrices, sharing
 
 __all__ = ["Choices", "along_axis", "choices"]
 

@@ -8,15 +8,15 @@ from math import inf
 
 import numpy as np
 
-from simpart.conversions import Step, collective_of, single_steps
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.hardware import Cluster
+from simpart.lowering.transfers import CommPrices, sharing
 from simpart.placement import Halo, Placement, Replicate, Shard
+from simpart.placement.conversions import Step, collective_of, single_steps
 from simpart.plan import DeviceGroup
 from simpart.searchers._cost_graph import Table
 from simpart.searchers._rhino.settings import slowest_row
 from simpart.sharding.mesh import Axes, Layout, axis_members
-from simpart.sizes import DTYPE_BYTES
-from simpart.transfers import CommPrices, sharing
 
 __all__ = ["ConversionTimes"]
 

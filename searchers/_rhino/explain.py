@@ -6,8 +6,8 @@ from collections import defaultdict
 
 import numpy as np
 
-from simpart.flops import kernel_class_flops
-from simpart.ops import base_name, family_of
+from simpart.kernels.flops import kernel_class_flops
+from simpart.kernels.ops import base_name, family_of
 from simpart.placement import AxisStrategy, Halo, Partial, Replicate, Shard
 from simpart.searchers._cost_graph import Floats, Ints
 from simpart.searchers._rhino.model import MeshModel

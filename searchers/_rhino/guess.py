@@ -14,17 +14,17 @@ import numpy as np
 
 from simpart.configure import recompute_regions
 from simpart.cost import Collective, CollectiveKind
-from simpart.flops import kernel_class_flops
 from simpart.graph import Graph
 from simpart.hardware import Device
+from simpart.kernels.flops import kernel_class_flops
+from simpart.kernels.ops import family_of
+from simpart.lowering.transfers import CommPrices, sharing
 from simpart.memory import ALLOCATOR_FACTOR, state_table, storages_of
-from simpart.ops import family_of
 from simpart.plan import REPLICA_AXIS
 from simpart.problem import Problem
 from simpart.searchers._cost_graph import Floats, Ints
 from simpart.searchers._rhino.settings import Setting, slowest_row
 from simpart.sharding.mesh import axis_members
-from simpart.transfers import CommPrices, sharing
 
 __all__ = ["Guess", "Guesses", "region_numbers", "stashed_values"]
 

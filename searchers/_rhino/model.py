@@ -19,6 +19,8 @@ import numpy as np
 
 from simpart.cost import Collective, CollectiveKind
 from simpart.graph import Graph
+from simpart.graph.sizes import DTYPE_BYTES
+from simpart.lowering.transfers import CommPrices, sharing
 from simpart.memory import state_table
 from simpart.placement import Halo, Placement, Replicate, Shard, Sharding, StatePlacement
 from simpart.plan import REPLICA_AXIS, DeviceGroup
@@ -32,8 +34,6 @@ from simpart.searchers._rhino.wires import Maker, ValueGroup, Wires, wires_of
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import Axes, Layout, axis_members
 from simpart.sharding.patterns import by_pattern
-from simpart.sizes import DTYPE_BYTES
-from simpart.transfers import CommPrices, sharing
 
 __all__ = ["Mesh", "MeshModel", "StageLoad"]
 

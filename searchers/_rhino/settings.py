@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from simpart.configure import layer_calls
-from simpart.flops import kernel_class_flops
 from simpart.hardware import Cluster
-from simpart.ops import family_of
+from simpart.kernels.flops import kernel_class_flops
+from simpart.kernels.ops import family_of
 from simpart.plan import REPLICA_AXIS, DeviceGroup, Devices
 from simpart.problem import Problem
 from simpart.sharding.mesh import axis_members

@@ -6,7 +6,7 @@ import numpy as np
 
 from simpart.configure import equal_layers, layer_calls
 from simpart.graph import Graph
-from simpart.partition import clonable_ops
+from simpart.plan.partition import clonable_ops
 from simpart.searchers._cost_graph import Floats, Ints
 from simpart.searchers._stage_ilp import StageProblem, assign_stages
 

@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 
 from simpart.graph import Graph
-from simpart.ops import base_name
+from simpart.graph.sizes import DTYPE_BYTES, TensorSpec, size_at
+from simpart.kernels.ops import base_name
 from simpart.searchers._tofu.steps import Steps
 from simpart.searchers._tofu.work import AtenKernel, Link, Request, Value, Workload
 from simpart.sharding.mesh import calls_of
-from simpart.sizes import DTYPE_BYTES, TensorSpec, size_at
 from simpart.tdl import Call, is_elementwise, undescribed_reason
 
 __all__ = ["Coarse", "coarsen"]

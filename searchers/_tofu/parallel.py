@@ -5,7 +5,7 @@ from __future__ import annotations
 from simpart.configure import Configuration, configure
 from simpart.errors import UserError
 from simpart.graph import Graph
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.placement import Placement, Shard
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem

@@ -12,11 +12,11 @@ import numpy as np
 
 from simpart.cost import Collective, CollectiveKind, CollectiveTable, CommModel
 from simpart.hardware import Cluster
+from simpart.lowering.transfers import sharing
 from simpart.placement import Partial, Placement, Replicate
 from simpart.plan import DeviceGroup
 from simpart.searchers._tofu.steps import Weigh
 from simpart.sharding.mesh import axis_members
-from simpart.transfers import sharing
 
 __all__ = ["axis_names", "seconds_of"]
 

@@ -14,7 +14,7 @@ from itertools import product
 from math import prod
 
 from simpart.placement import Halo, Partial, Placement, Replicate, Shard
-from simpart.region_conversions import box_of, overlap, part_of, step_cost
+from simpart.placement.region_conversions import box_of, overlap, part_of, step_cost
 
 __all__ = ["Region", "cut", "device_received", "divides", "received"]
 

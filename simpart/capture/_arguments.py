@@ -12,7 +12,7 @@ from torch import fx
 from simpart.capture import _torch
 from simpart.capture._trace import Ref
 from simpart.errors import UnsupportedError
-from simpart.sizes import DTYPE_BYTES, TensorSpec
+from simpart.graph.sizes import DTYPE_BYTES, TensorSpec
 
 __all__ = ["call_of", "spec_of"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from simpart.capture._repeats import find_windows
 from simpart.capture._trace import KernelRow, Ref, Trace
 from simpart.graph import Call, Graph, Kernel, Op, Template
-from simpart.ops import kind_of
+from simpart.kernels.ops import kind_of
 
 __all__ = ["build"]
 

@@ -11,7 +11,7 @@ from simpart.capture._trace import KernelRow, OpRow, Trace
 from simpart.errors import UnsupportedError
 from simpart.files import dump_json
 from simpart.graph import Source
-from simpart.sizes import Affine, Size, Table, TensorSpec, size_at, size_to_json
+from simpart.graph.sizes import Affine, Size, Table, TensorSpec, size_at, size_to_json
 
 __all__ = ["fit", "fit_with_one"]
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simpart.graph import Phase, Source
-from simpart.sizes import TensorSpec
+from simpart.graph.sizes import TensorSpec
 
 __all__ = ["KernelRow", "OpRow", "Ref", "Trace"]
 

@@ -11,10 +11,10 @@ import click
 from simpart.commands._problem import stack
 
 if TYPE_CHECKING:
-    from simpart.coverage import Coverage
     from simpart.plan import Plan
     from simpart.problem import Problem
     from simpart.simulation import SimResult
+    from simpart.simulation.coverage import Coverage
 
 __all__ = ["TOO_FAR", "coverage_documents", "coverage_options", "print_coverage", "stop_if_extrapolated"]
 
@@ -26,7 +26,7 @@ TOO_FAR = 1
 def _share(context: click.Context, parameter: click.Parameter, value: str | None) -> float | None:
     if value is None:
         return None
-    from simpart.coverage import parse_share
+    from simpart.simulation.coverage import parse_share
 
     return parse_share(value)
 
@@ -78,7 +78,7 @@ def stop_if_extrapolated(result: SimResult, limit: float | None) -> None:
     """End with TOO_FAR and one line when more than `limit` of the priced time rests on no measurement."""
     if limit is None:
         return
-    from simpart.coverage import beyond_measurements
+    from simpart.simulation.coverage import beyond_measurements
 
     share = beyond_measurements(result.provenance)
     if share > limit:
@@ -104,6 +104,6 @@ def _assumed(problem: Problem) -> list[str]:
 def _found(problem: Problem, plan: Plan, count: int | None) -> Coverage | None:
     if count is None:
         return None
-    from simpart.coverage import profile_next
+    from simpart.simulation.coverage import profile_next
 
     return profile_next(problem, plan, count)

@@ -11,7 +11,7 @@ from click.core import ParameterSource
 from simpart.errors import UserError
 
 if TYPE_CHECKING:
-    from simpart.fine import FineSettings
+    from simpart.lowering.fine import FineSettings
 
 __all__ = ["grain_options", "settings_of"]
 
@@ -48,6 +48,6 @@ def settings_of(grain: str, prefetch: int, overlap: bool) -> FineSettings | None
             raise UserError(f"--{name} is about the fine grain; give --grain fine, or leave it out")
     if grain == "coarse":
         return None
-    from simpart.fine import FineSettings
+    from simpart.lowering.fine import FineSettings
 
     return FineSettings(prefetch=prefetch, overlap=overlap)

@@ -8,7 +8,7 @@ from typing import Any
 from simpart.commands._console import console, print_document
 from simpart.describe import describe, human_bytes, human_seconds
 from simpart.plan import Plan
-from simpart.plan_format import plan_to_json
+from simpart.plan.format import plan_to_json
 from simpart.problem import Problem
 from simpart.simulation import MemoryRow, SimResult
 

@@ -17,8 +17,8 @@ from simpart.configure import RECOMPUTE, SELECTIVE, Configuration
 from simpart.cost import Costs
 from simpart.errors import UserError
 from simpart.hardware import Cluster, Host, load_cluster
+from simpart.hardware.quantity import format_quantity, parse_quantity
 from simpart.problem import Problem, Space, check_global_batch
-from simpart.quantity import format_quantity, parse_quantity
 from simpart.schedule import SCHEDULES
 from simpart.training import OPTIMIZER_STATES, TrainingSpec
 

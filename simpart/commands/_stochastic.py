@@ -15,7 +15,7 @@ from simpart.errors import UserError
 
 if TYPE_CHECKING:
     from simpart.program import Program
-    from simpart.worlds import Worlds
+    from simpart.simulation.worlds import Worlds
 
 __all__ = ["STOCHASTIC", "print_worlds", "stochastic_options", "worlds_asked"]
 
@@ -57,8 +57,8 @@ def stochastic_options() -> Callable[[F], F]:
 
 def worlds_asked(program: Program, options: dict[str, Any], other: Callable[[Path], Program]) -> Worlds | None:
     """What the options ask for; None if they ask for nothing. `other` lowers the plan file of --against."""
-    from simpart.stochastic import Disturbances, Failures
-    from simpart.worlds import worlds_of
+    from simpart.simulation.stochastic import Disturbances, Failures
+    from simpart.simulation.worlds import worlds_of
 
     asked = [name for name in STOCHASTIC if name != "sample_seed" and options.get(name) is not None]
     if not asked:

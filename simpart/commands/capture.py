@@ -47,7 +47,7 @@ def capture(
     factory(micro_batch) returns an nn.Module, whose forward returns the loss, and the tuple of its inputs.
     """
     from simpart.commands._notice import notice
-    from simpart.graph_format import save_graph
+    from simpart.graph.format import save_graph
     from simpart.model_spec import load_graph_or_model
 
     start = time.perf_counter()
@@ -67,7 +67,7 @@ def capture(
 
 def summary(graph: Graph, output: Path | None) -> dict[str, Any]:
     """Counts of a graph as plain values; FLOPs are of forward and backward, per sample."""
-    from simpart.flops import executed_flops, model_flops
+    from simpart.kernels.flops import executed_flops, model_flops
 
     calls = [call.template for call in graph.calls]
     kernels = sum(len(graph.templates[t].kernels) for t in calls) - sum(len(call.omits) for call in graph.calls)

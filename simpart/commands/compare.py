@@ -15,9 +15,9 @@ from simpart.describe import human_bytes, human_seconds
 from simpart.errors import Interrupted, UserError
 
 if TYPE_CHECKING:
-    from simpart.comparing import Comparison
     from simpart.problem import Space
     from simpart.searching import Budget
+    from simpart.searching.comparing import Comparison
 
 __all__ = ["compare"]
 
@@ -50,15 +50,15 @@ def compare(
     ends with what is there and exit status 130."""
     from simpart.commands._output import prediction_document, print_document
     from simpart.commands._progress import search_progress
-    from simpart.comparing import candidates_csv
-    from simpart.comparing import compare as run
-    from simpart.comparing import figure as draw
     from simpart.files import write_atomically
-    from simpart.plan_format import PlanFile, save_plan
+    from simpart.plan.format import PlanFile, save_plan
     from simpart.registry import load_searcher
     from simpart.searching import Progress
+    from simpart.searching.comparing import candidates_csv
+    from simpart.searching.comparing import compare as run
+    from simpart.searching.comparing import figure as draw
+    from simpart.searching.workers import process_pool
     from simpart.simulation import simulate_plan
-    from simpart.workers import process_pool
 
     names = names_of(searchers)
     if figure is not None and figure.suffix.lower() not in PICTURES:
@@ -120,8 +120,8 @@ def names_of(text: str) -> list[str]:
 
 
 def comparison_document(comparison: Comparison, space: Space, budget: Budget, seed: int) -> dict[str, Any]:
-    from simpart.floor import FLOOR_OF
     from simpart.searching import floor_gap
+    from simpart.searching.floor import FLOOR_OF
 
     portfolio = comparison.portfolio
     best = portfolio[1] if portfolio is not None else None
@@ -154,7 +154,7 @@ def print_comparison(comparison: Comparison, title: str, space: Space, budget: B
     from rich.table import Table
 
     from simpart.commands._console import console
-    from simpart.plan_words import plan_words
+    from simpart.describe.words import plan_words
     from simpart.searching import floor_gap
 
     portfolio = comparison.portfolio

@@ -11,7 +11,7 @@ from simpart.commands._problem import costs_of, costs_options, stack
 from simpart.describe import human_bytes, human_seconds
 
 if TYPE_CHECKING:
-    from simpart.plan_format import PlanFile
+    from simpart.plan.format import PlanFile
     from simpart.simulation import SimResult
 
 __all__ = ["diff"]
@@ -28,8 +28,8 @@ def diff(a: Path, b: Path, as_json: bool, **options: Any) -> None:
     """What plan B has different from plan A, and by how much its predicted step is longer or shorter: compute,
     communication by axis, bubble; memory by kind. Both must be plans of the same graph."""
     from simpart.commands._output import print_document
-    from simpart.plan_diff import diff_plans, diff_predictions
-    from simpart.plan_format import load_plan, plan_to_json
+    from simpart.plan.format import load_plan, plan_to_json
+    from simpart.report.diff import diff_plans, diff_predictions
 
     files = load_plan(a), load_plan(b)
     found = diff_plans(*files)

@@ -22,7 +22,7 @@ from simpart.hardware import (
     load_cluster,
     load_device,
 )
-from simpart.quantity import format_quantity
+from simpart.hardware.quantity import format_quantity
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -95,7 +95,7 @@ def check(file: str, as_json: bool) -> None:
     \b
     Example: simpart hardware check my-cluster.yaml
     """
-    from simpart.hardware_files import read_hardware
+    from simpart.hardware.files import read_hardware
 
     found = read_hardware(file)
     kind = "device" if isinstance(found, Device) else "cluster"
@@ -119,7 +119,7 @@ def detect(as_json: bool) -> None:
 def _either(name: str) -> Device | Cluster:
     """A file's content, or what has this name among clusters and devices."""
     if name.endswith((".yaml", ".yml")):
-        from simpart.hardware_files import read_hardware
+        from simpart.hardware.files import read_hardware
 
         return read_hardware(name)
     try:

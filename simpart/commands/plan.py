@@ -53,7 +53,7 @@ def plan(
     package.module:factory or a .graph file."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
     from simpart.configure import configure
-    from simpart.plan_format import PlanFile, save_plan
+    from simpart.plan.format import PlanFile, save_plan
     from simpart.simulation import simulate_plan
 
     configuration = configuration_of(options)
@@ -69,7 +69,7 @@ def plan(
         print_document(prediction_document(made, result, **coverage_documents(problem, made, profile_next)))
     else:
         if explain:
-            from simpart.sharding.explain import explain as explained
+            from simpart.describe.explain import explain as explained
 
             click.echo("\n".join(explained(made, problem.graph.at(max(made.batch.sizes[0])))))
         print_prediction(problem, made, result, f"plan for {problem.graph.model} on {problem.cluster.name}")

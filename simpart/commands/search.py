@@ -24,8 +24,8 @@ from simpart.describe import human_bytes, human_seconds
 from simpart.errors import Interrupted
 
 if TYPE_CHECKING:
-    from simpart.explaining import WhatIf
     from simpart.searching import SearchResult
+    from simpart.searching.explaining import WhatIf
     from simpart.simulation import SimResult
 
 __all__ = ["search"]
@@ -62,12 +62,12 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     package.module:factory or a .graph file. Ctrl-C ends the search with the best plan so far and exit status 130."""
     from simpart.commands._output import prediction_document, print_document, print_prediction
     from simpart.commands._progress import search_progress
-    from simpart.explaining import tightest, what_if
-    from simpart.plan_format import PlanFile, save_plan
+    from simpart.plan.format import PlanFile, save_plan
     from simpart.searching import search as run
+    from simpart.searching.explaining import tightest, what_if
+    from simpart.searching.workers import process_pool
+    from simpart.searching.worth_running import worth_running
     from simpart.simulation import simulate_plan
-    from simpart.workers import process_pool
-    from simpart.worth_running import worth_running
 
     budget, space = budget_of(options), space_of(options)
     check_jobs(options)
@@ -176,7 +176,7 @@ def result_document(found: SearchResult) -> dict[str, Any]:
 
 
 def floor_words() -> str:
-    from simpart.floor import FLOOR_OF
+    from simpart.searching.floor import FLOOR_OF
 
     return FLOOR_OF
 
@@ -194,8 +194,8 @@ def family_row(entry: Any) -> dict[str, Any]:
 
 def ranked_rows(found: SearchResult, count: int) -> list[dict[str, Any]]:
     """The best plans, the best first; those that do not fit at the end."""
-    from simpart.plan_format import plan_to_json
-    from simpart.plan_words import plan_words
+    from simpart.describe.words import plan_words
+    from simpart.plan.format import plan_to_json
 
     rows = []
     for place, entry in enumerate(found.ranked[:count], 1):
@@ -258,7 +258,7 @@ def print_families(found: SearchResult) -> None:
 
 def print_infeasible(found: SearchResult) -> None:
     """How many candidates fail for which reason, numbers left out of the reasons."""
-    from simpart.comparing import reason_kinds
+    from simpart.searching.comparing import reason_kinds
 
     kinds = reason_kinds(found.infeasible)
     if kinds:

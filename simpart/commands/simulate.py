@@ -97,12 +97,12 @@ def simulate(
         graph = problem.graph.at(max(plan.batch.sizes[0]))
         by_device = None
         if plan.shardings and report.suffix == ".html":
-            from simpart.tiling import tiling
+            from simpart.report.tiling import tiling
 
             by_device = tiling(plan, graph)
         save_report(report, result, title, describe(plan, graph, problem.cluster), by_device)
     if tiles is not None:
-        from simpart.tiling import save_tiling
+        from simpart.report.tiling import save_tiling
 
         save_tiling(tiles, plan, problem.graph.at(max(plan.batch.sizes[0])), title)
     if as_json:
@@ -121,7 +121,7 @@ def simulate(
         print_worlds(worlds, options["against"])
     print_coverage(problem, plan, profile_next)
     if timeline:
-        from simpart.timeline import timeline as text_timeline
+        from simpart.report.timeline import timeline as text_timeline
 
         click.echo(text_timeline(result))
     if trace is not None:
@@ -180,7 +180,7 @@ def problem_of(target: str, options: dict[str, Any]) -> tuple[Any, Any]:
 
 def plan_of(path: Path, options: dict[str, Any]) -> tuple[Any, Any]:
     """(Problem, Plan) of a plan file."""
-    from simpart.plan_format import load_plan
+    from simpart.plan.format import load_plan
     from simpart.problem import Problem
 
     file = load_plan(path)

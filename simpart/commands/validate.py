@@ -14,7 +14,7 @@ from simpart.commands._place import FOLDER, PLACE
 from simpart.errors import UserError
 
 if TYPE_CHECKING:
-    from simpart.plan_format import PlanFile
+    from simpart.plan.format import PlanFile
     from simpart.simulation import SimResult
 
 __all__ = ["print_report", "validate"]
@@ -58,7 +58,7 @@ def validate(
     """Run a plan on real processes and set what they took beside what was predicted."""
 
     from simpart.commands._console import print_document
-    from simpart.plan_format import load_plan
+    from simpart.plan.format import load_plan
     from simpart.registry import folder
 
     running = folder("validate")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from simpart.sharding.combine import Degrees, Sharded, shard
-from simpart.sharding.explain import explain
 from simpart.sharding.flow import Conversion, Exchanged, Flow, flow, flows
 from simpart.sharding.mesh import (
     Axes,
@@ -39,7 +38,6 @@ __all__ = [
     "calls_of",
     "context_parallel",
     "expert_parallel",
-    "explain",
     "flow",
     "flows",
     "layout_text",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from math import inf, prod
 from typing import Literal
 
-from simpart.conversions import conversions, received_bytes
 from simpart.errors import UnsupportedError
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.placement import Halo, Partial, Placement, Replicate, Shard
-from simpart.sizes import DTYPE_BYTES
+from simpart.placement.conversions import conversions, received_bytes
 from simpart.tdl import Call, Split, local_call, splits_following, splits_of
 
 __all__ = ["Lie", "Spread", "choose", "converted_bytes"]

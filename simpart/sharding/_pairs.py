@@ -15,7 +15,7 @@ from itertools import pairwise
 from weakref import WeakKeyDictionary
 
 from simpart.graph import Graph
-from simpart.ops import family_of
+from simpart.kernels.ops import family_of
 from simpart.placement import Halo, Partial, Shard
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import calls_of

@@ -9,7 +9,7 @@ from typing import Literal
 from weakref import WeakKeyDictionary
 
 from simpart.graph import Graph, Phase, Source, named
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.placement import Partial, Replicate, Shard, StatePlacement
 from simpart.plan import REPLICA_AXIS
 from simpart.sharding._regions import Wiring

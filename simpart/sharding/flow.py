@@ -14,16 +14,16 @@ from typing import Literal
 
 import numpy as np
 
-from simpart.conversions import Step, conversions
 from simpart.errors import UnsupportedError
 from simpart.graph import Graph, Phase
-from simpart.partition import partition_of
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.placement import Partial, Replicate, Sharding, StatePlacement, Strategy
+from simpart.placement.conversions import Step, conversions
 from simpart.plan import REPLICA_AXIS, Plan
+from simpart.plan.partition import partition_of
 from simpart.sharding._regions import Region, Wiring, wiring_of
 from simpart.sharding._state import StateOf, state_conversions
 from simpart.sharding.mesh import Axes, Layout, Use, calls_of, layout_text, mesh_of, use_of
-from simpart.sizes import DTYPE_BYTES
 
 __all__ = ["Conversion", "Exchanged", "Flow", "flow", "flow_between", "flows"]
 

@@ -10,11 +10,11 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from simpart.cost import Signature, TensorForm
+from simpart.cost.signatures import signatures_of
 from simpart.graph import Graph
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.placement import AxisStrategy, Halo, Partial, Placement, Replicate, Shard, Strategy
 from simpart.plan import REPLICA_AXIS, DeviceGroup
-from simpart.signatures import signatures_of
-from simpart.sizes import DTYPE_BYTES
 from simpart.tdl import Call, Split, call_like, local_call, splits_following, splits_of
 from simpart.tdl.local import local_shape
 

@@ -10,13 +10,13 @@ import numpy as np
 import numpy.typing as npt
 
 from simpart.cost import Collective, CollectiveTable, Costs, Signature, SignatureTable, TensorForm
+from simpart.cost.signatures import signatures_of
 from simpart.graph import Graph
+from simpart.graph.sizes import DTYPE_BYTES
 from simpart.hardware import Cluster
 from simpart.placement import Partial, Replicate, Strategy
 from simpart.plan import REPLICA_AXIS, DeviceGroup
 from simpart.sharding.mesh import axis_members, calls_of, mesh_of
-from simpart.signatures import signatures_of
-from simpart.sizes import DTYPE_BYTES
 from simpart.tdl import Call, local_call, mesh_strategies
 
 __all__ = ["Options", "options"]

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 from simpart.errors import UnsupportedError, UserError
 from simpart.graph import Graph
-from simpart.ops import family_of
+from simpart.kernels.ops import family_of
 from simpart.placement import Placement, Shard, StatePlacement
 from simpart.plan import REPLICA_AXIS
 from simpart.sharding._greedy import Spread

@@ -9,7 +9,7 @@ from math import prod
 from typing import Any
 
 from simpart.files import dump_json
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.placement import Halo, Placement, Shard
 from simpart.tdl.layout import chunk
 from simpart.tdl.splitting import Split

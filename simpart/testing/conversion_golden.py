@@ -6,10 +6,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from simpart.conversions import conversions, received_bytes
 from simpart.errors import FormatError
 from simpart.placement import Partial, Placement, Replicate, Shard
-from simpart.region_conversions import box_of, device_level_cost, part_of, step_cost
+from simpart.placement.conversions import conversions, received_bytes
+from simpart.placement.region_conversions import box_of, device_level_cost, part_of, step_cost
 
 __all__ = ["scheme", "solve_one_step", "solve_two_steps"]
 

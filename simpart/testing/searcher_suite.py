@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from simpart.partition import check_plan
 from simpart.plan import Plan
+from simpart.plan.partition import check_plan
 from simpart.problem import Problem
 from simpart.searching import Budget, Candidate, Control, Proposal, Searcher, SearchResult, search
 

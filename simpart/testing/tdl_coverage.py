@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 
 from simpart.cost import ComputeModel
+from simpart.cost.signatures import signatures_of
 from simpart.files import write_atomically
-from simpart.flops import kernel_class_flops
 from simpart.graph import Graph
 from simpart.hardware import Device
-from simpart.signatures import signatures_of
+from simpart.kernels.flops import kernel_class_flops
 from simpart.tdl import call_like, splits_of, undescribed_reason
 
 __all__ = ["ZOO", "Coverage", "coverage_of", "markdown"]
@@ -105,7 +105,7 @@ def markdown(found: Mapping[str, Coverage]) -> str:
 def main(arguments: Sequence[str]) -> int:
     """Write or print the table for the zoo on an H100."""
     from simpart.capture import capture
-    from simpart.hardware_files import load_device
+    from simpart.hardware.files import load_device
     from simpart.model_spec import parse_model
     from simpart.registry import folder
 

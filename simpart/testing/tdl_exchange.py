@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.tdl import Call
 
 __all__ = ["EXCHANGED"]

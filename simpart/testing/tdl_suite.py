@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from simpart.ops import base_name
+from simpart.kernels.ops import base_name
 from simpart.placement import Halo, Partial, Placement, Replicate, Shard
 from simpart.tdl import Call, Split, local_call, splits_following, splits_of
 from simpart.tdl.layout import chunk

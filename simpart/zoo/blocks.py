@@ -36,11 +36,11 @@ class Attention(nn.Module):
 
     def scores(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """(batch, heads, queries, keys) before the softmax; what a causal query must not see is -inf."""
-        found = (q * self.size**-0.5) @ k.transpose(-2, -1)
-        if not self.causal:
-            return found
-        ahead = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        return found.masked_fill(ahead, float("-inf"))
+        found: torch.Tensor = (q * self.size**-0.5) @ k.transpose(-2, -1)
+        if self.causal:
+            ahead = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+            found = found.masked_fill(ahead, float("-inf"))
+        return found
 
 
 class MLP(nn.Module):

@@ -1,0 +1,297 @@
+"""A plan's stages on its graph: what they hold, what moves between them, which gradients are summed over whom."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from simpart.errors import MismatchError
+from simpart.graph import Graph
+from simpart.hardware import Device
+from simpart.kernels.split_backward import weight_share
+from simpart.lowering.interning import Interner
+from simpart.lowering.topology import StageEdge
+from simpart.memory import StateBytes, state_of, state_table, state_values, storages_of
+from simpart.plan import Plan, check_shape
+from simpart.plan.partition import Partition, check_plan, partition_of
+from simpart.problem import Problem
+from simpart.training import TrainingSpec
+
+__all__ = ["Arrangement", "Layout", "Layouts", "Replicas", "Variant", "value_bytes"]
+
+Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """A plan's stages on its graph, and what moves between them. `loads[e]` are the values of edge e and whether a
+    gradient returns; `inputs[s]` the graph inputs of stage s, `sent[s]` what it makes and sends to other groups;
+    `held[g]` the parameters and buffers on group g; `own[s]` the trained parameters that stage s reduces within its
+    group; `tied` those that several groups share; `separate[s]` the bytes of a micro-batch's own gradients where they
+    are accumulated in another dtype. `holders[s]` are the groups that hold stage s. Keys are equal where what a stage,
+    edge or group costs is."""
+
+    number: int
+    graph: Graph
+    partition: Partition
+    holders: tuple[tuple[int, ...], ...]
+    edges: tuple[StageEdge, ...]
+    loads: tuple[tuple[tuple[int, bool], ...], ...]
+    inputs: tuple[Ints, ...]
+    sent: tuple[tuple[int, ...], ...]
+    held: tuple[Ints, ...]
+    own: tuple[Ints, ...]
+    own_bytes: tuple[int, ...]
+    separate: tuple[int, ...]
+    tied: tuple[tuple[tuple[int, ...], Ints], ...]
+    tied_bytes: tuple[int, ...]
+    tied_values: frozenset[int]
+    states: tuple[StateBytes, ...]
+    stage_numbers: tuple[int, ...]
+    stage_keys: tuple[int, ...]
+    load_keys: tuple[int, ...]
+    held_keys: tuple[int, ...]
+
+    def flat_bytes(self, plan: Plan, group: int, training: TrainingSpec) -> int:
+        """Bytes of a group's gradients that lie in buffers of their own: those that are reduced or kept in another
+        dtype."""
+        if plan.groups[group].replicas > 1 or any(
+            self.separate[s] for s, held in enumerate(self.holders) if group in held
+        ):
+            return self.states[group].gradients
+        tied = [v for members, values in self.tied if group in members for v in values.tolist()]
+        return state_of(self.graph, training, tied).gradients
+
+
+class Variant(NamedTuple):
+    """Replicas of a group that are alike: samples of a micro-batch, on a device."""
+
+    micro_batch: int
+    device: Device
+
+
+Replicas = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
+"""Samples of each replica of a group, and its devices."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """Groups of devices with their shares of a micro-batch: the distinct kinds of replica of each, its replicas.
+    `keys[g]` are equal where devices and samples are, `group_numbers[g]` where the devices are."""
+
+    number: int
+    groups_number: int
+    group_numbers: tuple[int, ...]
+    keys: tuple[int, ...]
+    variants: tuple[tuple[Variant, ...], ...]
+    first: tuple[Variant, ...]
+    ends: tuple[Replicas, ...]
+    peak_flops_per_s: float
+
+
+@dataclass(slots=True)
+class Layouts:
+    """Layouts and arrangements of one problem's plans; plans that share them share what follows from them."""
+
+    problem: Problem
+    numbers: Interner = field(default_factory=Interner)
+    known: dict[tuple[Any, ...], Layout] = field(default_factory=dict)
+    arranged: dict[tuple[int, int], Arrangement] = field(default_factory=dict)
+    stages: dict[tuple[Any, ...], tuple[Ints, tuple[Ints, ...]]] = field(default_factory=dict)
+    structures: dict[tuple[Any, ...], int] = field(default_factory=dict)
+    sound: set[tuple[Any, ...]] = field(default_factory=set)
+
+    def of(self, plan: Plan) -> Layout:
+        """The plan's layout; raises UserError for a plan that contradicts itself or its graph."""
+        number = self.numbers.of
+        stages = number(plan.stages)
+        rest = (stages, number(plan.groups), number(plan.batch), number(plan.schedule))
+        if rest not in self.sound:
+            check_shape(plan)
+            self.sound.add(rest)
+        twice = plan.schedule.kind == "dualpipe"
+        key = (plan.graph, stages, plan.skips, twice, number(plan.shardings), number(plan.state))
+        if key not in self.known:
+            self.known[key] = _lay_out(self.problem, plan, len(self.known), self.numbers)
+        return self.known[key]
+
+    def arrangement(self, plan: Plan) -> Arrangement:
+        """The plan's groups with their samples."""
+        number = self.numbers.of
+        key = (number(plan.groups), number(plan.batch.sizes))
+        if key not in self.arranged:
+            cluster, numbers = self.problem.cluster, tuple(number(("group", group)) for group in plan.groups)
+            ends = tuple(
+                (sizes, tuple(group.replica_devices(r) for r in range(len(sizes))))
+                for group, sizes in zip(plan.groups, plan.batch.sizes, strict=True)
+            )
+            used = [cluster.device(d) for group in plan.groups for d in group.devices]
+            precision = self.problem.training.precision
+            variants = tuple(_variants(self.problem, *end) for end in ends)
+            self.arranged[key] = Arrangement(
+                number=len(self.arranged),
+                groups_number=key[0],
+                group_numbers=numbers,
+                keys=tuple(number((n, *end)) for n, end in zip(numbers, ends, strict=True)),
+                variants=variants,
+                first=tuple(found[0] for found in variants),
+                ends=ends,
+                peak_flops_per_s=sum(device.peak(precision) for device in used),
+            )
+        return self.arranged[key]
+
+    def structure(self, plan: Plan, layout: Layout, s: int, b: int) -> int:
+        """Equal for stages whose kernels are equal and read one another alike, such as equally many middle layers."""
+        graph, ops, regions = self.stage(plan, layout, s, b)
+        key = (graph.fingerprint, layout.stage_numbers[s])
+        if key not in self.structures:
+            self.structures[key] = self.numbers.of((graph.fingerprint, _structure(graph, ops, regions)))
+        return self.structures[key]
+
+    def stage(self, plan: Plan, layout: Layout, s: int, b: int) -> tuple[Graph, Ints, tuple[Ints, ...]]:
+        """Ops of stage s and its recomputed regions, in the structure that runs at micro-batch b (1 may have its
+        own)."""
+        graph = layout.graph if layout.graph is self.problem.graph.at_one else self.problem.graph.at(b)
+        key = (graph.fingerprint, layout.stage_numbers[s])  # clones go with a stage's own readers
+        if key not in self.stages:
+            found = layout.partition if graph is layout.graph else partition_of(graph, plan)
+            regions = tuple(region.indices(graph) for region in plan.stages[s].recompute)
+            self.stages[key] = (found.ops[s], regions)
+        return graph, *self.stages[key]
+
+
+def _lay_out(problem: Problem, plan: Plan, number: int, numbers: Interner) -> Layout:
+    graph = problem.graph
+    if plan.graph != graph.fingerprint and graph.at_one is not None and plan.graph == graph.at_one.fingerprint:
+        graph = graph.at_one
+        largest = max(size for sizes in plan.batch.sizes for size in sizes)
+        if largest > 1:
+            raise MismatchError(
+                f"the plan belongs to the graph of micro-batch 1 but has replicas of {largest}; use the general graph"
+            )
+    partition = check_plan(plan, graph)
+    edges, loads = _edges(partition, plan)
+    holders = plan.schedule.holders(plan.group_of_stage)
+    values = [state_values(graph, ops) for ops in partition.ops]
+    of_group = [[s for s, held in enumerate(holders) if g in held] for g in range(len(plan.groups))]
+    held = tuple(np.unique(np.concatenate([values[s] for s in stages])) for stages in of_group)
+    trained = state_table(graph, problem.training)[3] > 0
+    free = trained.copy()  # not yet reduced by any stage
+    tied: dict[tuple[int, ...], list[int]] = {}
+    several = {v: (s,) for s, found in enumerate(partition.parameters) if len(holders[s]) > 1 for v in found.tolist()}
+    for value, stages in (several | partition.shared).items():
+        members = tuple(sorted({g for s in stages for g in holders[s]}))
+        if len(members) > 1 and trained[value]:
+            tied.setdefault(members, []).append(value)
+            free[value] = False
+    own = []
+    for found in partition.parameters:
+        mine = found[free[found]]
+        free[mine] = False
+        own.append(mine)
+    readers, read = graph.reads["input"]
+    stage_inputs = tuple(np.unique(read[np.isin(readers, ops)]) for ops in partition.ops)
+    made_in = {crossing.value: crossing.source for crossing in partition.crossings}
+    home = plan.group_of_stage
+    sent: list[set[int]] = [set() for _ in plan.stages]
+    for edge, load in zip(edges, loads, strict=True):
+        if home[edge.source] != home[edge.target]:
+            sent[edge.source] |= {value for value, _ in load if made_in[value] == edge.source}
+    tied_rows = tuple((members, np.array(found, dtype=np.int64)) for members, found in sorted(tied.items()))
+    training, of = problem.training, numbers.of
+    stage_numbers = tuple(of((graph.fingerprint, stage.ops, stage.recompute)) for stage in plan.stages)
+    shared = frozenset(v for _, found in tied_rows for v in found.tolist())
+    parts = [
+        (tuple(sorted(mine)), tuple(sorted(shared.intersection(parameters.tolist())) if shared else ()))
+        for mine, parameters in zip(sent, partition.parameters, strict=True)
+    ]
+    return Layout(
+        number=number,
+        graph=graph,
+        partition=partition,
+        holders=holders,
+        edges=edges,
+        loads=loads,
+        inputs=stage_inputs,
+        sent=tuple(mine for mine, _ in parts),
+        held=held,
+        own=tuple(own),
+        own_bytes=tuple(state_of(graph, training, values).gradients for values in own),
+        separate=tuple(_separate(graph, training, p[trained[p]]) for p in partition.parameters),
+        tied=tied_rows,
+        tied_bytes=tuple(state_of(graph, training, found).gradients for _, found in tied_rows),
+        tied_values=shared,
+        states=tuple(state_of(graph, training, values) for values in held),
+        stage_numbers=stage_numbers,
+        stage_keys=tuple(of((n, *part)) for n, part in zip(stage_numbers, parts, strict=True)),
+        load_keys=tuple(of((graph.fingerprint, load)) for load in loads),
+        held_keys=tuple(of((graph.fingerprint, found.tobytes())) for found in held),
+    )
+
+
+def _structure(graph: Graph, ops: Ints, regions: Sequence[Ints]) -> bytes:
+    """Classes of a stage's ops and kernels, which of them read which, in which order they go back, what is made
+    again."""
+    flat = graph.flat
+    member = np.zeros(len(flat.op_class), dtype=bool)
+    member[ops] = True
+    inside = member[flat.kernel_op]
+    kernels = np.flatnonzero(inside)
+    number = np.full(len(inside), -1, dtype=np.int64)
+    number[kernels] = np.arange(kernels.size)
+    storages = storages_of(graph, 2 if graph.at_one is not None else 1)
+    read = storages.base[flat.kernel_inputs[np.repeat(inside, np.diff(flat.kernel_indptr))]]
+    maker = flat.kernel_value_kernel[read]
+    made = np.where(maker >= 0, number[np.maximum(maker, 0)], -1)
+    output = np.where(made >= 0, read - flat.kernel_outputs[np.maximum(maker, 0)], -1)
+    region = np.full(len(member), -1, dtype=np.int64)
+    for r, found in enumerate(regions):
+        region[found] = r
+    home = flat.kernel_op[kernels]
+    call = np.unique(flat.op_call[home], return_inverse=True)[1]
+    share = (2 * weight_share(graph)[kernels]).astype(np.int64)
+    parts = (flat.op_class[ops], flat.kernel_class[kernels], home - home[0], call, region[home], share, made, output)
+    return b"|".join(part.astype(np.int64).tobytes() for part in parts if kernels.size)
+
+
+def _separate(graph: Graph, training: TrainingSpec, values: Ints) -> int:
+    if training.gradient_dtype is None:
+        return 0
+    specs = [graph.parameters[value].spec for value in values.tolist()]
+    return sum(spec.bytes(1) for spec in specs if spec.dtype != training.gradient_dtype)
+
+
+def _edges(partition: Partition, plan: Plan) -> tuple[tuple[StageEdge, ...], tuple[tuple[tuple[int, bool], ...], ...]]:
+    """Stage pairs that exchange values and what each carries, sent directly or relayed from stage to stage."""
+    loads: dict[tuple[int, int], dict[int, bool]] = {}
+    for crossing in partition.crossings:
+        if plan.skips == "relay":
+            hops = [(s, s + 1) for s in range(crossing.source, crossing.destinations[-1])]
+        else:
+            hops = [(crossing.source, d) for d in crossing.destinations]
+        for hop in hops:
+            loads.setdefault(hop, {})[crossing.value] = crossing.carries_gradient
+    pairs = sorted(loads)
+    edges = tuple(StageEdge(a, b, any(loads[a, b].values())) for a, b in pairs)
+    return edges, tuple(tuple(sorted(loads[pair].items())) for pair in pairs)
+
+
+def _variants(problem: Problem, sizes: Sequence[int], devices: Sequence[tuple[int, ...]]) -> tuple[Variant, ...]:
+    """The distinct kinds of a group's replicas."""
+    found: dict[Variant, None] = {}
+    for size, replica in zip(sizes, devices, strict=True):
+        kinds = {problem.cluster.device(d) for d in replica}
+        found.update(dict.fromkeys(Variant(size, device) for device in sorted(kinds, key=_name)))
+    return tuple(found)
+
+
+def _name(device: Device) -> str:
+    return device.name
+
+
+def value_bytes(graph: Graph, value: int, micro_batch: int) -> int:
+    """Bytes of an op-level value on a replica."""
+    return graph.flat.value_spec[value].bytes(micro_batch)

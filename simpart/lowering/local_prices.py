@@ -1,0 +1,103 @@
+"""Prices of kernels as one device runs them: each (kernel class, use) is asked for once, whatever holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from simpart.cost import ComputeModel, checked, unique
+from simpart.cost.pricing import Amount, sum_rows
+from simpart.cost.signatures import signatures_of
+from simpart.graph import Graph
+from simpart.hardware import Device
+from simpart.kernels import Mode
+from simpart.sharding.flow import Flow
+from simpart.sharding.mesh import Use, local_signature
+
+__all__ = ["LocalPrices", "UseCounts"]
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(slots=True)
+class _Known:
+    """Rows priced so far at one micro-batch on one device. Uses are kept, so that their ids stay theirs."""
+
+    rows: dict[tuple[int, int], int] = field(default_factory=dict)
+    uses: list[Use] = field(default_factory=list)
+    amounts: Amount | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UseCounts:
+    """Rows of the prices of one graph, micro-batch and device: by kernel, for the kernels of a flow."""
+
+    amounts: Amount
+    kernels: npt.NDArray[np.int64]
+    row: npt.NDArray[np.int64]
+
+    def total(self, weights: Floats) -> Amount:
+        """The sum over the flow's kernels, each taken `weights` times (by kernel of the flow)."""
+        times = np.bincount(self.row, weights=weights, minlength=self.amounts.seconds.size)
+        return self.amounts.total(times.astype(np.float64))
+
+
+@dataclass(slots=True)
+class LocalPrices:
+    """Prices by one model, for kernels run in one mode."""
+
+    compute: ComputeModel
+    mode: Mode
+    known: dict[tuple[str, int, str], _Known] = field(default_factory=dict)
+
+    def of(self, graph: Graph, found: Flow, device: Device) -> UseCounts:
+        """Of all kernels of a flow; those not yet known are asked for together."""
+        known = self.known.setdefault((graph.fingerprint, found.micro_batch, device.name), _Known())
+        classes = graph.flat.kernel_class
+        kernels = np.fromiter(found.uses, dtype=np.int64, count=len(found.uses))
+        keys = list(zip(classes[kernels].tolist(), map(id, found.uses.values()), strict=True))
+        missing = dict.fromkeys(key for key in keys if key not in known.rows)
+        if missing:
+            self._add(known, graph, found.micro_batch, device, missing, {id(use): use for use in found.uses.values()})
+        assert known.amounts is not None
+        row = np.array([known.rows[key] for key in keys], dtype=np.int64)
+        return UseCounts(known.amounts, kernels, row)
+
+    def _add(
+        self, known: _Known, graph: Graph, micro_batch: int, device: Device, keys: Iterable[tuple[int, int]],
+        uses: Mapping[int, Use],
+    ) -> None:  # fmt: skip
+        whole = signatures_of(graph, micro_batch, self.mode)
+        signatures = []
+        for cls, use in keys:
+            known.rows[cls, use] = len(known.uses)
+            known.uses.append(uses[use])
+            signatures.append(local_signature(whole[cls], uses[use]))
+        table, index = unique(signatures)
+        estimate = checked(self.compute.estimate(table, device), table.signatures)
+        fresh = sum_rows(estimate, index, np.arange(len(signatures)), len(signatures))
+        known.amounts = fresh if known.amounts is None else _joined(known.amounts, fresh)
+
+
+def _joined(a: Amount, b: Amount) -> Amount:
+    """The rows of both, one after the other."""
+    families = tuple(dict.fromkeys((*a.families, *b.families)))
+    tables, shared = [], np.zeros(len(families))
+    for part in (a, b):
+        columns = [families.index(name) for name in part.families]
+        table = np.zeros((part.seconds.size, len(families)))
+        table[:, columns] = part.by_family
+        tables.append(table)
+        shared[columns] = np.maximum(shared[columns], part.shared_log_sd)
+    return Amount(
+        seconds=np.concatenate([a.seconds, b.seconds]),
+        by_family=np.concatenate(tables),
+        by_provenance=np.concatenate([a.by_provenance, b.by_provenance]),
+        own_variance=np.concatenate([a.own_variance, b.own_variance]),
+        families=families,
+        shared_log_sd=shared,
+        launches=np.concatenate([a.launches, b.launches]),
+    )
