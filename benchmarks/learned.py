@@ -360,9 +360,10 @@ LIMITS = """## What limits these figures, and what was tried
   are moved three times, read, written into a cache and read back (short rows with one key per query head run at a
   third of the bandwidth on every device), and exponentials take clocks, 16 a multiprocessor, which no peak shortens
   (17.3 / 18.7 / 26.7, and full attention on L40S 27.1 to 16.6); what fits into L2 is read from there
-  (L40S 24.8 to 20.3); siblings count as one device where constants are fitted (B200 18.7 to 16.6, without a change to
-  products and experts); tiles of 64 keys (mean 17.5 to 17.0); the two forms that are averaged differ in whether
-  exponentials are hidden, in the peak under a power cap and in whether the floor is told in clocks or seconds (A100
+  (L40S 24.8 to 20.3); siblings count as one device where constants are fitted (B200 18.7 to 16.6; products
+  and experts gain nothing by it, 8.9 to 9.0 and 29.0 to 29.6, and stay); tiles of 64 keys (mean 17.5 to 17.0); the
+  two forms that are averaged differ in whether exponentials are hidden, in the peak under a power cap and in whether
+  the floor is told in clocks or seconds (A100
   16.9 to 14.8: told in seconds alone A100 is better and L40S worse). The quarter of the ratio scales by products and
   exponentials: by the peak alone B200 has 13.2 on full attention, so 10.0; causal A100 13.7 to 13.2, B200 15.9 to 16.3.
 * **Attention, tried without gain**: bytes per clock as a limit besides memory (B200 20.5 from 18.7); a price for a row

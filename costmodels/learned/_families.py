@@ -65,7 +65,8 @@ class Family:
     out luck of a fit; constant 0 is always the latency of the smallest kernel. `smallest` are the dims of such a one.
     `core_rows` are those that the constants are fitted on, where not on all. `by_fastest`: of the trained devices the
     one that gets nearest to its sustained peak says how near one gets; what holds others back no data sheet tells.
-    `scaling_s` is what times scale by from device to device where not by the bound.
+    `by_kind`: siblings count together as one device where constants are fitted, and an offset of a software that one
+    device alone showed counts half. `scaling_s` is what times scale by from device to device where not by the bound.
     `own_floor`: its smallest call takes several launches or a long start, so that a device's floor says nothing of it.
     """
 
@@ -82,6 +83,7 @@ class Family:
     core_rows: Callable[[Dims], Bools] | None = None
     by_fastest: bool = False
     own_floor: bool = False
+    by_kind: bool = False
     scaling_s: Callable[[Rows], Floats] | None = None
 
 
@@ -202,6 +204,7 @@ def _attention(name: str, dtype: str, in_bytes: float) -> Family:
         arithmetic_s=lambda rows: attention_bound_s(
             rows.dims, Sheet(**{**_numbers(rows.sheet), "bandwidth": np.array([np.inf])})
         ),
+        by_kind=True,
         scaling_s=lambda rows: attention_scaling_s(rows.dims, rows.sheet),
         features=lambda rows, analytic: attention_features(rows.dims, rows.sheet, analytic),
         core_rows=lambda dims: dims["seq"] >= _SHORTEST,

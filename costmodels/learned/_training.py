@@ -99,7 +99,7 @@ def train(
     values = np.array(list(family.constants.values()))
     sharpening = _PRIOR_SHARPENING * (_ONE_KIND if one_kind(sheets) else 1.0)
     centre, spread = np.log(values[:, 0]), values[:, 1] / (prior_sharpening or sharpening)
-    weights = _by_kind(few, sheets)
+    weights = _by_kind(few, sheets) if family.by_kind else None
     constants = tuple(
         fit_constants(
             lambda c, v=variant: np.maximum(np.log(v(c, rows)), bound),  # type: ignore[misc]
@@ -288,8 +288,8 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
 
 
 def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[str, float]]:
-    """Per software and regime the median log error of trained devices, each device counting once. What one device
-    alone showed counts half."""
+    """Per software and regime the median log error of trained devices, each device counting once. Where devices count
+    by kind, what one alone showed counts half."""
     seen: dict[str, dict[str, list[float]]] = {}
     for software, regime, error in _errors_by_software(model, table):
         for key in software_keys(software)[: 1 if "triton" in software else 2]:
@@ -297,9 +297,9 @@ def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[
                 chosen = error[regime == number]
                 if len(chosen) >= _SOFTWARE_ROWS:
                     seen.setdefault(key, {}).setdefault(name, []).append(float(np.median(chosen)))
-    found = {}
+    found, by_kind = {}, FAMILY_MODELS[model.family].by_kind
     for key, regimes in seen.items():
-        share = _ONE_DEVICE if max(map(len, regimes.values())) == 1 else 1.0
+        share = _ONE_DEVICE if by_kind and max(map(len, regimes.values())) == 1 else 1.0
         typical = float(np.median([v for values in regimes.values() for v in values]))
         found[key] = {n: share * (float(np.median(regimes[n])) if n in regimes else typical) for n in REGIMES}
     return found
