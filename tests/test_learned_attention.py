@@ -145,8 +145,8 @@ def test_the_launch_floor_of_a_new_device_is_not_that_of_its_attention() -> None
     model = FamilyModel(
         family="attention16", constants=(CENTRES, CENTRES), boost=None, sheets={"L40S": sheet("L40S")}, domain={}
     )
-    at = {"op": np.zeros(1, dtype=np.int64), "dims": dims(seq=64, batch=1)}
-    known, none = (Rows(**at, sheet=sheet("B200-SXM-180GB", floor_s=f)) for f in (1.8e-6, np.nan))
+    op, shape = np.zeros(1, dtype=np.int64), dims(seq=64, batch=1)
+    known, none = (Rows(op=op, dims=shape, sheet=sheet("B200-SXM-180GB", floor_s=f)) for f in (1.8e-6, np.nan))
     assert model.predict(known, "other").log_seconds[0] == model.predict(none, "other").log_seconds[0]
 
 
