@@ -18,6 +18,7 @@ from simpart.costmodels.learned._attention import (
     ATTENTION_CONSTANTS,
     attention_bound_s,
     attention_features,
+    attention_scaling_s,
     attention_seconds,
 )
 from simpart.costmodels.learned._convolution import WINOGRAD_SAVES, convolution_features, convolution_seconds
@@ -67,6 +68,9 @@ class Family:
     one that gets nearest to its sustained peak says how near one gets; what holds others back no data sheet tells.
     `carries_over`: what the trees say of one kind of device holds on others, since a kernel that leaves bandwidth
     unused does so everywhere; of other families it does not.
+    `by_kind`: siblings count together as one device where constants are fitted, and an offset of a software that one
+    device alone showed counts half. `scaling_s` is what times scale by from device to device where not by the bound.
+    `own_floor`: its smallest call takes several launches or a long start, so that a device's floor says nothing of it.
     """
 
     name: str
@@ -82,6 +86,9 @@ class Family:
     core_rows: Callable[[Dims], Bools] | None = None
     by_fastest: bool = False
     carries_over: bool = False
+    own_floor: bool = False
+    by_kind: bool = False
+    scaling_s: Callable[[Rows], Floats] | None = None
 
 
 def regime_of(family: Family, rows: Rows) -> Ints:
@@ -172,6 +179,7 @@ def _grouped(name: str, dtype: str) -> Family:
         dims=("pairs", "experts", "hidden", "inter", "matrices", "skew", "in_bytes", "out_bytes"),
         constants=GROUPED_CONSTANTS,
         variants=(seconds(True), seconds(False)),
+        own_floor=True,
         bound_s=lambda rows: grouped_bound_s(rows.dims, rows.sheet),
         arithmetic_s=lambda rows: grouped_arithmetic_s(rows.dims, rows.sheet),
         features=lambda rows, analytic: grouped_features(rows.dims, rows.sheet, analytic),
@@ -190,10 +198,13 @@ def _attention(name: str, dtype: str, in_bytes: float) -> Family:
         dims=("batch", "seq", "heads", "kv_heads", "head_dim", "window", "causal", "in_bytes", "out_bytes"),
         constants=ATTENTION_CONSTANTS,
         variants=(seconds(True), seconds(False)),
+        own_floor=True,
         bound_s=lambda rows: attention_bound_s(rows.dims, rows.sheet),
         arithmetic_s=lambda rows: attention_bound_s(
             rows.dims, Sheet(**{**_numbers(rows.sheet), "bandwidth": np.array([np.inf])})
         ),
+        by_kind=True,
+        scaling_s=lambda rows: attention_scaling_s(rows.dims, rows.sheet),
         features=lambda rows, analytic: attention_features(rows.dims, rows.sheet, analytic),
         core_rows=lambda dims: dims["seq"] >= _SHORTEST,
         smallest={"batch": 1, "seq": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "window": 0, "causal": 1,

@@ -136,8 +136,8 @@ class FamilyModel:
         family, sheet = FAMILY_MODELS[self.family], rows.sheet
         status = self.status(device, sheet)
         floor = float(sheet.floor_s[0])
-        if floor_s is None and status != "seen" and np.isfinite(floor) and not family.timed_by_host:
-            floor_s = floor
+        if floor_s is None and status != "seen" and np.isfinite(floor):
+            floor_s = None if family.timed_by_host or family.own_floor else floor
         analytic = self.analytic(rows, floor_s)
         if status == "seen":
             logs = analytic + self._residual(rows, analytic, sheet, device)
@@ -203,7 +203,8 @@ class FamilyModel:
         family = FAMILY_MODELS[self.family]
         there = replace(rows, sheet=near)
         known = self.analytic(there)
-        found: Floats = known + self.residual(there, known) + np.log(family.bound_s(rows) / family.bound_s(there))
+        scale = family.scaling_s or family.bound_s
+        found: Floats = known + self.residual(there, known) + np.log(scale(rows) / scale(there))
         return found
 
     def _spread(self, status: str, sheet: Sheet, size: Ints) -> tuple[Floats, Floats]:
@@ -250,8 +251,10 @@ def _with_floor(family: Family, variant: object, constants: Floats, sheet: Sheet
         sheet=sheet,
     )
     assert callable(variant)
-    scale = 1.0 if family.timed_by_host else 1.8e9 / sheet.clock_hz[0]
-    rest = float(variant(constants, smallest)[0]) - float(np.exp(constants[0])) * scale
+    without = constants.copy()
+    without[0] = -np.inf
+    rest = float(variant(without, smallest)[0])
+    scale = (float(variant(constants, smallest)[0]) - rest) / float(np.exp(constants[0]))
     changed = constants.copy()
     changed[0] = np.log(max(floor_s - rest, _LEAST_FLOOR * floor_s) / scale)
     return changed

@@ -20,7 +20,9 @@ from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of, stack_s
 from simpart.errors import UserError
 from simpart.hardware import Device, load_device
 
-__all__ = ["errors_on", "fit_family", "rows_of", "sheets_for", "train", "trainable", "without_slow"]
+__all__ = [
+    "errors_on", "fit_family", "rows_of", "sheets_for", "spoken_of", "train", "trainable", "without_slow",
+]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -39,6 +41,8 @@ _ALONE_TREES, _ALONE_ROWS = 250, 500
 _LEAST_TREES, _ROWS_PER_TREE = 40, 10
 _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
 _SOFTWARE_ROWS = 20
+_ONE_DEVICE = 0.5
+_FALLBACK = 2.0
 _FASTEST_STEPS = 2  # kernels are not limited by arithmetic alone, so that one step falls short
 SLOW_FLOOR_S = 10e-6
 
@@ -85,8 +89,15 @@ def train(
     values = np.array(list(family.constants.values()))
     sharpening = _PRIOR_SHARPENING * (_ONE_KIND if one_kind(sheets) else 1.0)
     centre, spread = np.log(values[:, 0]), values[:, 1] / (prior_sharpening or sharpening)
+    weights = _by_kind(few, sheets) if family.by_kind else None
     constants = tuple(
-        fit_constants(lambda c, v=variant: np.maximum(np.log(v(c, rows)), bound), target, centre, spread)  # type: ignore[misc]
+        fit_constants(
+            lambda c, v=variant: np.maximum(np.log(v(c, rows)), bound),  # type: ignore[misc]
+            target,
+            centre,
+            spread,
+            weights=weights,
+        )
         for variant in family.variants
     )
     model = FamilyModel(
@@ -118,6 +129,12 @@ def train(
         net=fit_net(columns[:-DESCRIPTORS], left, weights, seed=seed) if net else None,
         alone={} if quick else _alone(many, columns, left - boost.predict(columns), seed),
     )
+
+
+def _by_kind(table: Measurements, sheets: Mapping[str, Sheet]) -> Floats:
+    """A weight per row: devices that are siblings count together as one, since they say the same about another."""
+    alike = {name: sum(distance(sheet, other) < SIBLING for other in sheets.values()) for name, sheet in sheets.items()}
+    return np.array([1.0 / alike[name] for name in table.device.tolist()])
 
 
 def _as_fastest(model: FamilyModel, table: Measurements, rows: Rows) -> tuple[Floats, ...]:
@@ -173,12 +190,32 @@ def without_slow(table: Measurements) -> Measurements:
     return table.at(~np.isin(table.device.astype(str), slow))
 
 
+def spoken_of(table: Measurements) -> Measurements:
+    """Rows that the models of a family speak of: all, but of attention those of Triton kernels. Frameworks fall back on
+    them where nothing else runs; some take ten times as long as their neighbours, in ways no shape tells."""
+    return table.at(~_of_triton(table)) if table.family.startswith("attention") else table
+
+
+def _without_fallbacks(table: Measurements) -> Measurements:
+    """Of attention without rows that take more than _FALLBACK times the fastest software on that shape and device: a
+    framework without a kernel for it (head dim 72 on B200) says nothing about how sure a kernel's time is."""
+    if not table.family.startswith("attention"):
+        return table
+    shape = row_codes([table.device, table.op, table.dtype, *table.dims.values()])
+    fastest = np.full(int(shape.max(initial=0)) + 1, np.inf)
+    np.minimum.at(fastest, shape, table.latency_s)
+    return table.at(table.latency_s <= _FALLBACK * fastest[shape])
+
+
+def _of_triton(table: Measurements) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    return np.array(["triton" in name for name in table.software.tolist()], dtype=bool)
+
+
 def trainable(table: Measurements) -> Measurements:
     """What the models learn: one row per shape and device, of attention and experts the fastest software that is not
     Triton's (some of its rows hold more than one kernel), else the median."""
     if table.family.startswith(("attention", "moe")):
-        triton = np.array(["triton" in name for name in table.software.tolist()], dtype=bool)
-        return table.at(~triton).fastest_per_shape()
+        return table.at(~_of_triton(table)).fastest_per_shape()
     return table.median_per_shape()
 
 
@@ -201,8 +238,8 @@ def fit_family(table: Measurements, *, seed: int = 0, progress: Progress = lambd
 
     Everything that is chosen is chosen within `table`: to judge it, hold a device out of the table first.
     """
-    table = without_slow(table)
-    learn, few = trainable(table), _thinned(table, _JUDGED_ROWS, seed)
+    table = spoken_of(without_slow(table))
+    learn, few = trainable(table), _thinned(_without_fallbacks(table), _JUDGED_ROWS, seed)
     devices, held_out = learn.devices(), {}
     new: dict[str, list[HeldOut]] = {}
     if len(devices) >= 3:
@@ -268,7 +305,8 @@ def _of(table: Measurements, devices: list[str]) -> np.ndarray[tuple[int], np.dt
 
 
 def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[str, float]]:
-    """Per software and regime the median log error of trained devices, each device counting once."""
+    """Per software and regime the median log error of trained devices, each device counting once. Where devices count
+    by kind, what one alone showed counts half."""
     seen: dict[str, dict[str, list[float]]] = {}
     for software, regime, error in _errors_by_software(model, table):
         for key in software_keys(software)[: 1 if "triton" in software else 2]:
@@ -276,10 +314,11 @@ def software_offsets(model: FamilyModel, table: Measurements) -> dict[str, dict[
                 chosen = error[regime == number]
                 if len(chosen) >= _SOFTWARE_ROWS:
                     seen.setdefault(key, {}).setdefault(name, []).append(float(np.median(chosen)))
-    found = {}
+    found, by_kind = {}, FAMILY_MODELS[model.family].by_kind
     for key, regimes in seen.items():
+        share = _ONE_DEVICE if by_kind and max(map(len, regimes.values())) == 1 else 1.0
         typical = float(np.median([v for values in regimes.values() for v in values]))
-        found[key] = {n: float(np.median(regimes[n])) if n in regimes else typical for n in REGIMES}
+        found[key] = {n: share * (float(np.median(regimes[n])) if n in regimes else typical) for n in REGIMES}
     return found
 
 
