@@ -113,6 +113,7 @@ def test_no_analytic_core_beats_the_roofline_by_much_or_shrinks_with_a_slower_de
         "in_bytes",
         "out_bytes",
         "causal",
+        "cached",
         "kernel",
         "stride",
         "element_bytes",

@@ -43,6 +43,7 @@ COLUMNS = [
 
 def dims(**change: float) -> dict[str, Any]:
     usual = {"batch": 4, "seq": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "window": 0, "causal": 1}
+    usual["cached"] = change.get("causal", 1)
     return {k: np.array([float(v)]) for k, v in {**usual, "in_bytes": 2, "out_bytes": 2, **change}.items()}
 
 
@@ -105,8 +106,8 @@ def test_short_causal_rows_move_keys_and_values_into_a_cache_and_back() -> None:
     seconds = attention_seconds(at, dims(seq=128), cold, by_clock=True)[0]
     once = 4 * 128 * 16 * 128 * 2  # bytes of queries; as many of keys, of values, of outputs
     assert seconds == pytest.approx((2 * once + 3 * 2 * once) / 1e10, rel=1e-3)
-    full = attention_seconds(at, dims(seq=128, causal=0), cold, by_clock=True)[0]
-    assert full == pytest.approx(4 * once / 1e10, rel=1e-3)
+    for other in (dims(seq=128, causal=0), dims(seq=128, cached=0)):
+        assert attention_seconds(at, other, cold, by_clock=True)[0] == pytest.approx(4 * once / 1e10, rel=1e-3)
     assert attention_bytes(dims(seq=128))[0] == 4 * once
 
 

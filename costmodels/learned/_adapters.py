@@ -245,7 +245,8 @@ def _read_attention(frame: pd.DataFrame) -> Iterable[Measurements]:
         dims = {
             "batch": _number(part, "batch_size"), "seq": _number(part, "seq_len"), "heads": heads,
             "kv_heads": _number(part, "num_kv_heads") if causal else heads, "head_dim": _number(part, "head_dim"),
-            "window": _number(part, "window_size", 0.0), "causal": float(causal), "in_bytes": size, "out_bytes": 2.0,
+            "window": _number(part, "window_size", 0.0), "causal": float(causal),
+            "cached": float(causal), "in_bytes": size, "out_bytes": 2.0,
         }  # fmt: skip
         yield _table(family if causal or size < 2 else "attention16full", frame, rows, dims)
 

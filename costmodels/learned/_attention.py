@@ -21,7 +21,7 @@ ATTENTION_CONSTANTS: Mapping[str, tuple[float, float]] = {
     "floor_s": (8.0e-6, 0.5),  # of the smallest kernel, at REFERENCE_HZ
     "compute_share": (0.72, 0.2),  # of the peak
     "memory_share": (0.8, 0.15),
-    "cache_passes": (2.0, 0.3),  # in which a causal call moves keys and values once more: into a cache and back
+    "cache_passes": (2.0, 0.3),  # in which a call with a cache moves keys and values once more: into it and back
     "warm_share": (0.8, 0.4),  # of L2 that still holds inputs
     "power": (2.5, 0.3),  # how sharply the slower of arithmetic and traffic decides
     "head_cost": (0.1, 0.6),  # arithmetic lost at head dim 64, less in proportion at wider heads
@@ -111,7 +111,7 @@ def attention_seconds(constants: Floats, dims: Dims, sheet: Sheet, *, by_clock: 
         pairs_s = rows * np.maximum(np.maximum(heads * met / units, few) * query_s, longest * alone_s)
         busy = np.minimum(busy, pairs_s + tile_clocks / clock * np.maximum(slots, 1.0))
     ends, keys = _queries_and_keys_bytes(dims)
-    moved = ends + keys * np.where(dims["causal"] > 0, 1.0 + passes, 1.0)
+    moved = ends + keys * (1.0 + passes * dims["cached"])
     # Calls are timed on the same buffers again and again: what fits into L2 stays there.
     cold = 1.0 - (1.0 - _LEAST_COLD) * np.minimum(1.0, warm * sheet.l2_bytes / moved)
     stored = moved * cold / (sheet.bandwidth * memory)

@@ -2,7 +2,8 @@
 
 gemm16, gemm8, gemm4, gemm32, bgemm32   batch, m, n, k, in_bytes, out_bytes       (batch,) m×k times k×n
 conv32         as gemm32 (implicit product), and kernel, stride, channels, side (of the output)
-attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, in_bytes, out_bytes
+attention16    batch, seq, heads, kv_heads, head_dim, window (0: none), causal, cached, in_bytes,
+               out_bytes; cached: keys and values go through a cache, as they do in serving but not in training
 memory32, memory16   bytes, rows, element_bytes, reduces; op is one of MEMORY_OPS
 """
 
@@ -195,7 +196,7 @@ def _attention(name: str, dtype: str, in_bytes: float) -> Family:
     return Family(
         name=name,
         dtype=dtype,
-        dims=("batch", "seq", "heads", "kv_heads", "head_dim", "window", "causal", "in_bytes", "out_bytes"),
+        dims=("batch", "seq", "heads", "kv_heads", "head_dim", "window", "causal", "cached", "in_bytes", "out_bytes"),
         constants=ATTENTION_CONSTANTS,
         variants=(seconds(True), seconds(False)),
         own_floor=True,
@@ -208,7 +209,7 @@ def _attention(name: str, dtype: str, in_bytes: float) -> Family:
         features=lambda rows, analytic: attention_features(rows.dims, rows.sheet, analytic),
         core_rows=lambda dims: dims["seq"] >= _SHORTEST,
         smallest={"batch": 1, "seq": 64, "heads": 1, "kv_heads": 1, "head_dim": 64, "window": 0, "causal": 1,
-                  "in_bytes": in_bytes, "out_bytes": 2},
+                  "cached": 1, "in_bytes": in_bytes, "out_bytes": 2},
     )  # fmt: skip
 
 

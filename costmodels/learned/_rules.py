@@ -63,7 +63,7 @@ def judge(table: Measurements, sheets: Mapping[str, Sheet], rows: Rows | None) -
     return verdict
 
 
-_MAY_BE_ZERO = frozenset({"window", "causal", "reduces", "padding", "skew"})
+_MAY_BE_ZERO = frozenset({"window", "causal", "cached", "reduces", "padding", "skew"})
 
 
 def _slack(family: str) -> float:

@@ -53,6 +53,7 @@ _MEMORY_FAMILIES = frozenset(
 # The backward of flash attention against its forward: 2.5 times the FLOPs at 0.81 to 0.87 of the rate (published kernel
 # rates of FlashAttention-2 on A100 and H100).
 _ATTENTION_BACKWARD = (3.0, 0.2)
+_WITHOUT_CACHE_SD = 0.05  # causal calls were measured with a cache of keys and values, which training has none of
 _OTHER_LAYOUT_SD = 0.05  # data and weight gradients against forward products: 2.01 for two, sd 0.09 (NeuSight's layers)
 _GROUPED_SD = 0.2  # groups are of unequal size, and kernels for them differ from those of batches: assumption
 _HALF_CONVOLUTION = (1.3, 0.35)  # an implicit product gathers its input: assumption
@@ -148,8 +149,9 @@ def _attention(signature: Signature) -> Question | None:
     causal = _causal(signature.arguments) and length == k.shape[2]
     size = DTYPE_BYTES[q.dtype]
     mean_length = length if length == k.shape[2] else float(length * k.shape[2]) ** 0.5
-    dims = (batch, mean_length, heads, k.shape[1], width, 0, 1 if causal else 0, size, size)
+    dims = (batch, mean_length, heads, k.shape[1], width, 0, 1 if causal else 0, 0, size, size)
     factor, sd = _ATTENTION_BACKWARD if backward else (1.0, 0.0 if length == k.shape[2] else 0.1)
+    sd += _WITHOUT_CACHE_SD if causal else 0.0
     return Question("attention16" if causal else "attention16full", dims, factor=factor, prior_sd=sd)
 
 

@@ -43,6 +43,7 @@ _JUDGED_ROWS = 6000  # rows of a device that its errors are counted on
 _SOFTWARE_ROWS = 20
 _ONE_DEVICE = 0.5
 _FALLBACK = 2.0
+_NO_SIZES = frozenset({"cached"})  # dims that the core tells, so that other values are no other sizes
 _FASTEST_STEPS = 2  # kernels are not limited by arithmetic alone, so that one step falls short
 SLOW_FLOOR_S = 10e-6
 
@@ -105,7 +106,7 @@ def train(
         constants=constants,
         boost=None,
         sheets=sheets,
-        domain={name: (float(v.min()), float(v.max())) for name, v in table.dims.items()},
+        domain={name: (float(v.min()), float(v.max())) for name, v in table.dims.items() if name not in _NO_SIZES},
         ops=tuple(sorted(set(table.op.tolist()))),
         facts={"rows": len(table), "devices": table.devices(), "fingerprint": fingerprint(table)},
     )
