@@ -14,7 +14,7 @@ import numpy as np
 
 from simpart.errors import UserError
 
-__all__ = ["Z90", "Judged", "join", "size_classes", "summary"]
+__all__ = ["SIZE_CLASSES", "Z90", "Judged", "join", "size_classes", "summary"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Names = np.ndarray[tuple[int], np.dtype[np.object_]]
@@ -104,10 +104,14 @@ def summary(judged: Judged, *, charge: str = "roofline", by: Sequence[str] | Non
     return found
 
 
+SIZE_CLASSES = ("<10us", "<100us", "<1ms", "<10ms", ">=10ms")
+
+
 def size_classes(seconds: Floats) -> Names:
     """Decades of a duration as words: `<10us`, `<100us`, … to compare short and long rows."""
-    names = np.array(["<10us", "<100us", "<1ms", "<10ms", ">=10ms"], dtype=object)
-    found: Names = names[np.searchsorted([1e-5, 1e-4, 1e-3, 1e-2], seconds, side="right")]
+    found: Names = np.array(SIZE_CLASSES, dtype=object)[
+        np.searchsorted([1e-5, 1e-4, 1e-3, 1e-2], seconds, side="right")
+    ]
     return found
 
 

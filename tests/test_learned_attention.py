@@ -42,7 +42,15 @@ COLUMNS = [
 
 
 def dims(**change: float) -> dict[str, Any]:
-    usual = {"batch": 4, "seq": 2048, "heads": 16, "kv_heads": 16, "head_dim": 128, "window": 0, "causal": 1}
+    usual: dict[str, float] = {
+        "batch": 4,
+        "seq": 2048,
+        "heads": 16,
+        "kv_heads": 16,
+        "head_dim": 128,
+        "window": 0,
+        "causal": 1,
+    }
     usual["cached"] = change.get("causal", 1)
     return {k: np.array([float(v)]) for k, v in {**usual, "in_bytes": 2, "out_bytes": 2, **change}.items()}
 

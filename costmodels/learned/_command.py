@@ -34,7 +34,7 @@ from simpart.hardware import load_device
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["evaluate", "evaluate_package", "fit"]
+__all__ = ["SHIPPED", "evaluate", "evaluate_package", "fit"]
 
 Progress = Callable[[str], None]
 _FIT_FROM = (
@@ -97,10 +97,10 @@ def _judged(
 
 
 def fit(
-    sources: Sequence[str], output: str | None, only: Sequence[str], seed: int, progress: Progress
+    sources: Sequence[str], output: Path | None, only: Sequence[str], seed: int, progress: Progress
 ) -> tuple[dict[str, FamilyModel], dict[str, Any]]:
-    """Learn every family that the files hold enough of, and write the models. `sources` are files, or folders with the
-    files of `_FIT_FROM`, or the package aiconfigurator-core. Raises UserError when nothing can be learned."""
+    """Learn every family that the files hold enough of, and write the models to `output`, if any. `sources` are files,
+    or folders with the files of `_FIT_FROM`, or the package aiconfigurator-core. Raises UserError when nothing can be learned."""
     tables: dict[str, list[Measurements]] = {}
     files: dict[str, Any] = {}
     for path in _files(sources):
@@ -125,7 +125,8 @@ def fit(
         return {}, files
     if not models:
         raise UserError(f"nothing to fit: no family of {', '.join(sorted(tables)) or 'the files'} has 30 rows or more")
-    save_models(output or SHIPPED, models)
+    if output is not None:
+        save_models(output, models)
     return models, files
 
 

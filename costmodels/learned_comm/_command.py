@@ -18,7 +18,7 @@ from simpart.costmodels.learned_comm._packaged import read_collectives
 from simpart.costmodels.learned_comm._records import is_collectives, joined, read_records
 from simpart.errors import UserError
 
-__all__ = ["collectives_in", "fit"]
+__all__ = ["SHIPPED", "collectives_in", "fit"]
 
 _HEAD_BYTES = 4096
 
@@ -45,8 +45,8 @@ def _columns(path: Path) -> list[str]:
     return [name.strip() for name in first[0].split(",")] if first else []
 
 
-def fit(paths: Sequence[Path], output: str | None, progress: Callable[[str], None]) -> tuple[Fitted, dict[str, Any]]:
-    """Learn from all these files and write the model. Raises UserError when no row of them is usable."""
+def fit(paths: Sequence[Path], output: Path | None, progress: Callable[[str], None]) -> tuple[Fitted, dict[str, Any]]:
+    """Learn from all these files and write the model to `output`, if any. Raises UserError when no row is usable."""
     tables, files = [], {}
     for path in paths:
         progress(f"reading {path.name}")
@@ -67,5 +67,6 @@ def fit(paths: Sequence[Path], output: str | None, progress: Callable[[str], Non
     if not tables:
         raise UserError(f"nothing to fit: no usable collective in {', '.join(map(str, paths))}")
     model = fit_records(joined(tables), progress)
-    save(Path(output) if output else SHIPPED, model)
+    if output is not None:
+        save(output, model)
     return model, files

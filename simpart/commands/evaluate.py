@@ -216,9 +216,14 @@ def _draw(judged: Any, folder: Path) -> None:
     pyplot.close(plot)
 
 
+_LEAST_WIDTH = 100  # columns of figures are worth more than a narrow terminal's lines
+
+
 def _print(document: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
+
+    from simpart.evaluation import SIZE_CLASSES
 
     console = Console(highlight=False, soft_wrap=True)
     console.print(f"{document['dataset']} ({document['kind']}), split {document['split']}", markup=False)
@@ -231,27 +236,38 @@ def _print(document: dict[str, Any]) -> None:
         console.print(f"not read: {sum(rest.values())} rows that no model describes ({kinds}, ...)", markup=False)
     for note in document.get("notes", ()):
         console.print(f"note: {note}", markup=False)
-    table = Table(
-        "", "rows", "MAPE", "median", "bias", "in 90 % interval", "half-width", *document["baselines"], box=None
-    )
-    table.add_row(
-        "all",
-        str(document["covered"]),
-        *_cells(document),
-        *(_percent(b["mape"]) for b in document["baselines"].values()),
-    )
+    table = Table(box=None, title="errors and half-widths in %", title_justify="left", padding=(0, 2, 0, 0))
+    table.add_column("", no_wrap=True)
+    for name in ("rows", "MAPE", "median", "bias", "in 90 %", "±", *map(_baseline, document["baselines"])):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_row("all", str(document["covered"]), *_cells(document), *_mapes(document["baselines"]))
     for group in ("family", "device", "size_class"):
-        for name, row in document["by"].get(group, {}).items():
-            table.add_row(name, str(row["rows"]), *_cells(row), *(_percent(v) for v in row["baselines"].values()))
-    console.print(table)
-    charged = document["mape_all"]
-    rest = f"{document['charge']}'s error: {_percent(charged)}"
-    console.print(f"MAPE with uncovered rows charged at the {rest}", markup=False)
+        rows = document["by"].get(group, {})
+        table.add_row()
+        for name in sorted(rows, key=lambda name: SIZE_CLASSES.index(name) if name in SIZE_CLASSES else -1):
+            row = rows[name]
+            found = [*_cells(row), *map(_number, row["baselines"].values())]
+            table.add_row(name, str(row["rows"]), *found)
+    Console(highlight=False, width=max(console.width, _LEAST_WIDTH)).print(table)
+    charge = _baseline(document["charge"])
+    console.print(f"MAPE with uncovered rows charged at the error of {charge}: {_percent(document['mape_all'])}")
+
+
+def _baseline(name: str) -> str:
+    return {"one_number": "one no.", "alpha_beta": "α–β"}.get(name, name)
 
 
 def _cells(row: dict[str, Any]) -> list[str]:
     keys = ("mape", "median", "bias", "interval_coverage_90", "interval_half_width_median")
-    return [_percent(row[key]) for key in keys]
+    return [_number(row[key]) for key in keys]
+
+
+def _mapes(baselines: dict[str, Any]) -> list[str]:
+    return [_number(found["mape"]) for found in baselines.values()]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.1f}"
 
 
 def _percent(value: float | None) -> str:

@@ -22,9 +22,8 @@ _COMMUNICATION = "communication"
 
 @click.command()
 @click.argument("sources", nargs=-1, required=True, type=click.Path())
-@click.option(
-    "-o", "--output", type=click.Path(), help="Where to write the models; default: in place of the shipped ones."
-)
+@click.option("-o", "--output", type=click.Path(), help="Where to write the models; else only their errors are shown.")
+@click.option("--ship", is_flag=True, help="Write them in place of those that come with simpart.")
 @click.option(
     "--family", "only", multiple=True, help="Learn only this family (`communication` for links); may be repeated."
 )
@@ -36,7 +35,9 @@ _COMMUNICATION = "communication"
     help="Same seed, same data, same versions: same bytes.",
 )
 @click.option("--json", "as_json", is_flag=True, help="One JSON document on stdout, nothing else.")
-def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], seed: int, as_json: bool) -> None:
+def fit(
+    sources: tuple[str, ...], output: str | None, ship: bool, only: tuple[str, ...], seed: int, as_json: bool
+) -> None:
     """Learn kernel times, and those of collectives, from measurements in SOURCES (files, folders, or the Python package
     `aiconfigurator-core`, of which only devices that the shipped models know are learned from); prints errors on
     held-out devices. With -o the communication model is written beside it as JSON. A profile store (see simpart
@@ -55,6 +56,10 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
             last = now
             print(f"{text}, {now - start:.0f} s", file=sys.stderr, flush=True)
 
+    if ship and (output or only):
+        raise UserError("--ship writes all the models that come with simpart; leave out --output and --family")
+    if ship and any(map(_is_store, sources)):
+        raise UserError("profiles of this machine are not for --ship; what is learned from them is kept beside them")
     if all(map(_is_store, sources)) and not only:
         _fit_stores(sources, output, seed, as_json, progress, start)
         return
@@ -63,7 +68,7 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
     communication: Any = importlib.import_module("simpart.costmodels.learned_comm._command")
     collectives = communication.collectives_in(sources) if not only or _COMMUNICATION in only else []
     if collectives:
-        beside = str(Path(output).with_suffix(".json")) if output else None
+        beside = communication.SHIPPED if ship else Path(output).with_suffix(".json") if output else None
         fitted, found = communication.fit(collectives, beside, progress)
         files.update(found)
         families[_COMMUNICATION] = dict(fitted.facts)
@@ -79,7 +84,8 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
     ]
     if (kernels and (wanted or not only)) or not collectives:
         module: Any = importlib.import_module("simpart.costmodels.learned._command")
-        models, found = module.fit(kernels, output, wanted, seed, progress)
+        where = module.SHIPPED if ship else Path(output) if output else None
+        models, found = module.fit(kernels, where, wanted, seed, progress)
         files.update(found)
         for name, model in models.items():
             blends = {"blend": asdict(model.blend), "beside": asdict(model.beside)}
@@ -97,7 +103,8 @@ def fit(sources: tuple[str, ...], output: str | None, only: tuple[str, ...], see
     overheads: Any = importlib.import_module("simpart.costmodels.learned._overheads")
     words = overheads.host_words(overheads.shipped_overheads())
     click.echo(f"what hosts take is not fitted here but by benchmarks/overheads.py: {words}")
-    click.echo(f"fitted in {time.monotonic() - start:.0f} s")
+    rest = "" if output or ship or not families else "; nothing was written: -o FILE keeps the models"
+    click.echo(f"fitted in {time.monotonic() - start:.0f} s{rest}")
 
 
 def _print_withheld(files: dict[str, Any]) -> None:
