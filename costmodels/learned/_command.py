@@ -100,7 +100,8 @@ def fit(
     sources: Sequence[str], output: Path | None, only: Sequence[str], seed: int, progress: Progress
 ) -> tuple[dict[str, FamilyModel], dict[str, Any]]:
     """Learn every family that the files hold enough of, and write the models to `output`, if any. `sources` are files,
-    or folders with the files of `_FIT_FROM`, or the package aiconfigurator-core. Raises UserError when nothing can be learned."""
+    or folders with the files of `_FIT_FROM`, or the package aiconfigurator-core. Raises UserError when nothing can be
+    learned."""
     tables: dict[str, list[Measurements]] = {}
     files: dict[str, Any] = {}
     for path in _files(sources):
