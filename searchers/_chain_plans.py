@@ -234,7 +234,7 @@ def propose_answers(
             planned.add(count)
             plan = chain_plan(problem, case.chain, case.shape, answer, case.schedule)
             proposed(plan, case, answer)
-            why = case.chain.order_text(answer.stages)
+            why = case.chain.cut.order_text(answer.stages)
             yield Candidate(plan=plan, family=stages_text(count), objective_s=objective_s, why=why)
     if stopped is not None:
         raise stopped
@@ -314,7 +314,7 @@ def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answ
     groups, stages, sizes = [], [], []
     shardings: dict[Sharding, str] = {}
     state: tuple[tuple[str, StatePlacement], ...] = ()
-    placed = chain.mixed or answer.tensor is not None
+    placed = chain.cut.mixed or answer.tensor is not None
     first = shape.devices - sum(stage.replicas for stage in answer.stages) if placed else 0
     for x, stage in enumerate(answer.stages):
         own: Sequence[int] = range(first, first + stage.replicas) if answer.devices is None else answer.devices[x]
@@ -326,22 +326,22 @@ def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answ
         if answer.tensor is not None and max(answer.tensor) > 1:
             axes = (*axes, ("tp", tensor))  # of size 1 too: state is placed by the names of axes
         if tensor == 1:
-            taken = chain.shares(shape, devices)
+            taken = chain.places.shares(shape, devices)
             assert taken is not None  # the stage had costs
         else:
-            taken = chain.equal_shares(shape, len(devices) // tensor)
-            split = chain.split_of(taken[0], tensor, chain.kind_of(devices[0]))
+            taken = chain.places.equal_shares(shape, len(devices) // tensor)
+            split = chain.tensors.anywhere(taken[0], tensor, chain.cut.kind_of(devices[0]))
             name = shardings.setdefault(split.sharding, _sharding_name(tensor, taken[0], shardings.values()))
             state = split.state
         groups.append(DeviceGroup(devices=Devices.of(devices), axes=axes))
         sizes.append(taken)
-        ops = chain.ops(stage.start, stage.end)
+        ops = chain.cut.ops(stage.start, stage.end)
         again = shape.recompute if answer.recompute is None else answer.recompute[x]
-        regions = recompute_regions(chain.graph, ops) if again else ()
-        stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions, sharding=name))
+        regions = recompute_regions(chain.cut.graph, ops) if again else ()
+        stages.append(Stage(ops=OpSet.of(chain.cut.graph, ops), group=x, recompute=regions, sharding=name))
         first += stage.replicas
     return Plan(
-        graph=chain.graph.fingerprint,
+        graph=chain.cut.graph.fingerprint,
         groups=tuple(groups),
         stages=tuple(stages),
         batch=Batch(micro_batches=shape.micro_batches, sizes=tuple(sizes)),

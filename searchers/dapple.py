@@ -434,7 +434,7 @@ def dapple_costs(problem: Problem, case: ChainCase, kinds: tuple[int, ...] | Non
     `kinds`: those of the machines of a pipeline, where they differ.
     """
     chain, shape, on = case.chain, case.shape, lines(problem.cluster, case.shape)
-    own = [[d for d, device in enumerate(on[0]) if problem.cluster.device(device) == kind] for kind in chain.kinds]
+    own = [[d for d, device in enumerate(on[0]) if problem.cluster.device(device) == kind] for kind in chain.cut.kinds]
     profiles: list[Profile] = [(r,) for r in case.costs.replicas]
     if kinds is not None:
         profiles = sorted(itertools.product(*(range(len(part) + 1) for part in own)), key=lambda p: (sum(p), p))[1:]
@@ -443,7 +443,7 @@ def dapple_costs(problem: Problem, case: ChainCase, kinds: tuple[int, ...] | Non
     kept, packed, spread = [], [], []
     for each in profiles:
         together = tuple(line[part[x]] for line in on for part, r in zip(own, each, strict=True) for x in range(r))
-        if chain.shares(shape, together) is not None:
+        if chain.places.shares(shape, together) is not None:
             kept.append(each)
             packed.append(together)
             spread.append(
@@ -457,15 +457,15 @@ def dapple_costs(problem: Problem, case: ChainCase, kinds: tuple[int, ...] | Non
     alone = chain.costs_of(shape, case.schedule, packed)
     far = shape.devices - 1
     near_pair, far_pair = (on[0][0], on[0][min(1, far)]), (on[0][0], on[0][far])
-    largest = [max(chain.shares(shape, together) or ()) for together in packed]
+    largest = [max(chain.places.shares(shape, together) or ()) for together in packed]
     return DappleCosts(
         replicas=tuple(sum(each) for each in kept),
         time_s=both_ways_s(alone)[0],
         later=later_stages_allowed(alone),
-        inside_s=np.stack([2 * chain.entering_s(b, near_pair) for b in largest], axis=-1),
-        across_s=np.stack([2 * chain.entering_s(b, far_pair) for b in largest], axis=-1),
-        allreduce_inside_s=np.stack([chain.all_reduce_s(ranks) for ranks in packed], axis=-1),
-        allreduce_across_s=np.stack([chain.all_reduce_s(ranks) for ranks in spread], axis=-1),
+        inside_s=np.stack([2 * chain.runs.entering_s(b, near_pair) for b in largest], axis=-1),
+        across_s=np.stack([2 * chain.runs.entering_s(b, far_pair) for b in largest], axis=-1),
+        allreduce_inside_s=np.stack([chain.runs.all_reduce_s(ranks) for ranks in packed], axis=-1),
+        allreduce_across_s=np.stack([chain.runs.all_reduce_s(ranks) for ranks in spread], axis=-1),
         kinds=kinds,
         profiles=tuple(kept) if kinds is not None else None,
     )

@@ -413,7 +413,7 @@ class Piper:
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
             for degree in problem.space.tp:
                 if degree > 1 and degree not in refused:
-                    refused[degree] = case.chain.why_not(degree)
+                    refused[degree] = case.chain.tensors.why_not(degree)
             return self._answers(problem, case, most, choices)
 
         yield from propose_answers(problem, control, groups, answers)

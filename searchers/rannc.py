@@ -89,7 +89,7 @@ class Rannc:
                 better = replace(answer, stages=stages, bound_s=None)
                 plan = chain_plan(problem, case.chain, case.shape, better, case.schedule)
                 objective_s = plan_lockstep_s(case.costs, stages)
-                why = case.chain.order_text(stages)
+                why = case.chain.cut.order_text(stages)
                 yield Candidate(plan=plan, family=stages_text(len(stages)), objective_s=objective_s, why=why)
 
 
