@@ -30,22 +30,21 @@ class Contraction:
             if not cloned[op]:
                 self.members.setdefault(group[op], []).append(op)
         self.clones: dict[int, set[int]] = {node: set() for node in self.members}
-        owners: dict[int, set[int]] = {}
         self.after: dict[int, dict[int, set[int]]] = {node: {} for node in self.members}
         self.before: dict[int, set[int]] = {node: set() for node in self.members}
-        # Targets in descending order: whatever reads a cloned op has its own owners settled first.
         for e in np.argsort(-dag.edge_target, kind="stable").tolist():
             a, b = source[e], target[e]
-            if cloned[a]:
-                owners.setdefault(a, set()).update(owners.get(b, set()) if cloned[b] else (group[b],))
-            elif not cloned[b] and group[a] != group[b]:
+            if cloned[b] and not cloned[a]:
+                raise ValueError(f"op {b} is cloned but reads op {a}, which is not; clone ops only with all they read")
+            if not cloned[a] and group[a] != group[b]:
                 self.after[group[a]].setdefault(group[b], set()).add(value[e])
                 self.before[group[b]].add(group[a])
-            elif cloned[b]:
-                raise ValueError(f"op {b} is cloned but reads op {a}, which is not; clone ops only with all they read")
-        for op, nodes in owners.items():
+        owners: dict[int, set[int]] = {}
+        for ops, readers in dag.clones():
+            nodes = set[int]().union(*(owners[group[b]] if cloned[b] else {group[b]} for b in readers.tolist()))
+            owners[group[int(ops[0])]] = nodes
             for node in nodes:
-                self.clones[node].add(op)
+                self.clones[node].update(ops.tolist())
         memory = dag.memory_bytes.tolist()
         self.time_s: dict[int, float] = {}
         self.memory_bytes: dict[int, float] = {}

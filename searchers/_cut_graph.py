@@ -168,11 +168,8 @@ def _cut(
 
 
 def _block_of_every_op(dag: OpDag, chain: Sequence[Integers]) -> Integers:
-    """Clones count in the first block that reads them."""
+    """Clones count in the first block that reads one of those that go together."""
     block = block_numbers(dag, chain)
-    block[block < 0] = len(chain)
-    for e in np.argsort(-dag.edge_target, kind="stable").tolist():
-        source = int(dag.edge_source[e])
-        if dag.cloned[source]:
-            block[source] = min(block[source], block[dag.edge_target[e]])
-    return np.minimum(block, len(chain) - 1)
+    for clones, readers in dag.clones():
+        block[clones] = block[readers].min(initial=len(chain) - 1)
+    return block

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from simpart.plan.partition import clone_groups
+
 __all__ = ["OpDag", "block_numbers", "crossing_values"]
 
 Floats = npt.NDArray[np.float64]
@@ -35,6 +37,10 @@ class OpDag:
     def size(self) -> int:
         """Number of ops."""
         return len(self.time_s)
+
+    def clones(self) -> list[tuple[Integers, Integers]]:
+        """Cloned ops that go together, with the ops outside that read one of them; readers come first."""
+        return clone_groups(self.cloned, self.group, self.edge_source, self.edge_target)
 
 
 def block_numbers(dag: OpDag, chain: Sequence[Integers]) -> Integers:

@@ -137,6 +137,13 @@ def test_cloned_ops_are_in_no_block_and_found_by_who_needs_them() -> None:
     assert Contraction(dag).clones == {2: set(), 3: {0, 1}, 4: set(), 5: {0, 1}}
 
 
+def test_a_write_into_a_clone_goes_with_it_and_with_what_it_reads() -> None:
+    # 0 is a fresh tensor into which 2 writes what 1 made; 3 and 5 read it, through a view (4) the latter.
+    edges = [(0, 2), (1, 2), (0, 3), (0, 4), (4, 5), (3, 5)]
+    dag = dag_of(edges, [1.0] * 6, cloned=[0, 1, 2, 4], group=[0, 1, 0, 3, 4, 5])
+    assert Contraction(dag).clones == {3: {0, 1, 2}, 5: {0, 1, 2, 4}}
+
+
 def test_compaction_goes_on_where_a_merge_misses_memory() -> None:
     dag = dag_of([(x, x + 1) for x in range(5)], [1.0, 1.0, 9.0, 9.0, 9.0, 9.0])
     memory = np.array([1.0, 9.0, 1.0, 1.0, 1.0, 1.0])
