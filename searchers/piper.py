@@ -17,10 +17,20 @@ import numpy as np
 import numpy.typing as npt
 
 from simpart.problem import Problem
-from simpart.searchers._chain_plans import Answers, ChainCase, both_ways_s, chain_cases, fitting, propose_answers
+from simpart.searchers._chain_plans import (
+    Answers,
+    ChainCase,
+    both_ways_s,
+    chain_cases,
+    fitting,
+    graphs_of,
+    propose_answers,
+)
+from simpart.searchers._cut_graph import cut_graph
 from simpart.searchers._downsets import closed_sets, members, nested
 from simpart.searchers._inputs import costs_array
 from simpart.searchers._profiles import PiperNode, PiperVariant, find_profile, read_piper
+from simpart.searchers._tensor_stages import TensorShares
 from simpart.searchers.pipedream import slowest_answers
 from simpart.searching import Candidate, Control
 
@@ -400,6 +410,7 @@ class Piper:
     def propose(self, problem: Problem, rng: np.random.Generator, control: Control) -> Iterator[Candidate]:
         """The best plans of every number of stages; a reason where none fits, and for degrees that do not work."""
         choices = [r == "full" for r in problem.space.recompute]
+        split = [degree for degree in problem.space.tp if degree > 1]
         refused: dict[int, str] = {}
         groups = chain_cases(
             problem,
@@ -411,12 +422,16 @@ class Piper:
         )
 
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
-            for degree in problem.space.tp:
-                if degree > 1 and degree not in refused:
+            for degree in split:
+                if degree not in refused:
                     refused[degree] = case.chain.tensors.why_not(degree)
             return self._answers(problem, case, most, choices)
 
-        yield from propose_answers(problem, control, groups, answers)
+        yield from propose_answers(problem, control, groups, answers, degrees=problem.space.tp)
+        if split and not refused:  # they left no case to ask
+            graph, micro_batch = graphs_of(problem)[-1]
+            tensors = TensorShares(cut_graph(problem, graph, micro_batch, self.most_blocks))
+            refused = {degree: tensors.why_not(degree) for degree in split}
         for degree, why in refused.items():
             if why:
                 yield Candidate(plan=None, family=f"tensor degree {degree}", why=why)
