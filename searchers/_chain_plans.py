@@ -17,10 +17,11 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._bottleneck import least_bottlenecks
-from simpart.searchers._chain import ChainStage, Floats, StageCosts, Unplannable, later_stages_allowed, solve_chain
+from simpart.searchers._chain import Unplannable, solve_chain
 from simpart.searchers._lines import kind_orders, lines
 from simpart.searchers._pipelines import PipelineShape, least_sums
 from simpart.searchers._stage_costs import ChainProblem, in_flight
+from simpart.searchers._stages import ChainStage, Floats, StageCosts, later_stages_allowed
 from simpart.searching import Candidate, Control
 
 __all__ = [

@@ -40,11 +40,11 @@ class Contraction:
                 self.after[group[a]].setdefault(group[b], set()).add(value[e])
                 self.before[group[b]].add(group[a])
         owners: dict[int, set[int]] = {}
-        for ops, readers in dag.clones():
+        for clones, readers in dag.clones():
             nodes = set[int]().union(*(owners[group[b]] if cloned[b] else {group[b]} for b in readers.tolist()))
-            owners[group[int(ops[0])]] = nodes
+            owners[group[int(clones[0])]] = nodes
             for node in nodes:
-                self.clones[node].update(ops.tolist())
+                self.clones[node].update(clones.tolist())
         memory = dag.memory_bytes.tolist()
         self.time_s: dict[int, float] = {}
         self.memory_bytes: dict[int, float] = {}

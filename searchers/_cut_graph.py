@@ -17,9 +17,9 @@ from simpart.plan.partition import clonable_ops
 from simpart.problem import Problem
 from simpart.searchers._block_sets import BlockSets
 from simpart.searchers._blocks import blocks
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._link_times import LinkTimes
 from simpart.searchers._op_dag import OpDag, block_numbers, crossing_values
+from simpart.searchers._stages import ChainStage
 
 __all__ = ["CutGraph", "cut_graph"]
 

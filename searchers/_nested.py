@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from simpart.hardware import Cluster
 from simpart.lowering.transfers import sharing
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._pipelines import PipelineShape
 from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stages import ChainStage
 
 __all__ = ["Machines", "NestedCosts", "NestedPlan", "least_nested", "machines_of", "nested_costs"]
 

@@ -11,12 +11,12 @@ import numpy.typing as npt
 
 from simpart.graph import Graph
 from simpart.problem import Problem
-from simpart.searchers._chain import Bools, StageCosts
 from simpart.searchers._cut_graph import cut_graph
 from simpart.searchers._link_times import LinkTimes
 from simpart.searchers._pipelines import PipelineShape
 from simpart.searchers._run_costs import RunCosts
 from simpart.searchers._stage_places import Places, StageChoice, StagePlaces
+from simpart.searchers._stages import Bools, StageCosts
 from simpart.searchers._tensor_stages import TensorShare, TensorShares
 
 __all__ = ["ChainProblem", "in_flight"]

@@ -14,11 +14,11 @@ from simpart.graph import Graph
 from simpart.kernels.flops import op_class_flops
 from simpart.problem import Problem
 from simpart.searchers._bottleneck import least_bottlenecks
-from simpart.searchers._chain import ChainStage, Floats
 from simpart.searchers._chain_plans import Answer, Answers, ChainCase, chain_cases, fitting, propose_answers
 from simpart.searchers._cut_graph import CutGraph
 from simpart.searchers._points import SLOWEST, slowest_s
 from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stages import ChainStage, Floats
 from simpart.searching import Candidate, Control
 
 __all__ = ["Equal", "equal_flops", "equal_layers", "equal_parameters"]

@@ -14,7 +14,7 @@ import numpy as np
 from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.searchers._bounds import lockstep_s
-from simpart.searchers._chain import ChainPlan, StageCosts, solve_chain
+from simpart.searchers._chain import ChainPlan, solve_chain
 from simpart.searchers._chain_plans import (
     Answer,
     Answers,
@@ -33,6 +33,7 @@ from simpart.searchers._pipelines import (
     released_search,
 )
 from simpart.searchers._refine import climb
+from simpart.searchers._stages import StageCosts
 from simpart.searching import Candidate, Control
 
 __all__ = ["Rannc", "solve_lockstep", "solve_outer", "solve_stages"]

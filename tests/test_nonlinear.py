@@ -15,9 +15,9 @@ from simpart.graph import Graph
 from simpart.hardware import load_cluster
 from simpart.plan.partition import partition_of
 from simpart.problem import Problem, Space
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._chain_plans import Answer, ChainCase, chain_cases, chain_plan
 from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stages import ChainStage
 from simpart.searchers.piper import Piper
 from simpart.searching import Control, search
 from simpart.training import TrainingSpec
