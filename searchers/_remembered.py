@@ -27,7 +27,7 @@ def remembered(method: Callable[Concatenate[Owner, Asked], Answer]) -> Callable[
     name = f"_{method.__name__}_answers"
 
     @functools.wraps(method)
-    def answer(owner: Owner, *args: Asked.args, **named: Asked.kwargs) -> Answer:
+    def answer(owner: Owner, /, *args: Asked.args, **named: Asked.kwargs) -> Answer:
         answers: dict[Hashable, Any] = vars(owner).setdefault(name, {})
         question = (args, *sorted(named.items()))
         if question not in answers:
