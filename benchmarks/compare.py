@@ -34,7 +34,7 @@ from simpart.hardware import Cluster, load_cluster
 from simpart.model_spec import load_graph_or_model
 from simpart.problem import Problem
 from simpart.registry import default_costs, load_searcher
-from simpart.searchers._chain import ChainPlan, ChainStage, StageCosts, later_stages_allowed, solve_chain
+from simpart.searchers._chain import ChainPlan, solve_chain
 from simpart.searchers._chain_plans import (
     Answer,
     Answers,
@@ -47,6 +47,7 @@ from simpart.searchers._chain_plans import (
 )
 from simpart.searchers._pipelines import PipelineShape, plan_lockstep_s, released_search
 from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stages import ChainStage, StageCosts, later_stages_allowed
 from simpart.searching import Budget, Candidate, Control
 from simpart.searching.comparing import compare
 from simpart.training import TrainingSpec

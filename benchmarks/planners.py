@@ -31,13 +31,13 @@ from simpart.hardware import load_cluster
 from simpart.problem import Problem
 from simpart.registry import load_searcher, searcher_names
 from simpart.searchers._chain import solve_chain
+from simpart.searchers._dapple_tables import Dapple, DappleCosts
+from simpart.searchers._piper_graph import PiperProblem
+from simpart.searchers._piper_graph import solve as solve_piper
 from simpart.searchers._profiles import find_profile, read_pipedream, read_piper
 from simpart.searchers.alpa import InterOp, InterOpCosts
-from simpart.searchers.dapple import Dapple, DappleCosts
 from simpart.searchers.pipedream import Level, graph_cuts
 from simpart.searchers.pipedream import solve as solve_pipedream
-from simpart.searchers.piper import PiperProblem
-from simpart.searchers.piper import solve as solve_piper
 from simpart.searchers.two_bw import solve as solve_2bw
 from simpart.searching import search
 from simpart.training import TrainingSpec

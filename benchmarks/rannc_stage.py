@@ -12,7 +12,8 @@ import time
 
 import numpy as np
 
-from simpart.searchers._chain import ChainPlan, StageCosts, solve_chain
+from simpart.searchers._chain import ChainPlan, solve_chain
+from simpart.searchers._stages import StageCosts
 
 
 def random_costs(blocks: int, devices: int, *, power_of_two: bool, correlated: bool, seed: int) -> StageCosts:

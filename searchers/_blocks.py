@@ -13,14 +13,16 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
+from simpart.searchers._contraction import Contraction
+from simpart.searchers._op_dag import OpDag
 from simpart.searchers._uncoarsen import uncoarsen
 
-__all__ = ["OpDag", "block_numbers", "blocks", "clones_of", "crossing_values"]
+__all__ = ["blocks"]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -30,29 +32,6 @@ SEARCH_LIMIT = 500
 
 SPARE_NODES = 8
 """Nodes per wanted block that greedy compaction leaves for the exact balancing after it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class OpDag:
-    """Ops 0 … n-1 in a topological order, and which of them read which value of which other.
-
-    Edge e says that op `edge_target[e]` reads value `edge_value[e]` made by op `edge_source[e]`. `group` holds, per op,
-    the smallest op of its indivisible group; `cloned` marks ops that are repeated wherever they are needed.
-    """
-
-    time_s: Floats  # forward + backward
-    memory_bytes: Floats
-    edge_source: Integers
-    edge_target: Integers
-    edge_value: Integers
-    value_bytes: Floats  # by value number
-    group: Integers
-    cloned: npt.NDArray[np.bool_]
-
-    @property
-    def size(self) -> int:
-        """Number of ops."""
-        return len(self.time_s)
 
 
 def blocks(
@@ -73,7 +52,7 @@ def blocks(
     """
     if most < 1:
         raise ValueError(f"the number of blocks must be at least 1, got {most}")
-    contraction = _Contraction(dag)
+    contraction = Contraction(dag)
     levels = [contraction.nodes_of_ops(dag.size)]
     _coarsen(contraction, 5 if released else SPARE_NODES * most, seconds_per_byte, limit_bytes, levels)
     if uncoarsening and len(levels) > 1:
@@ -85,164 +64,7 @@ def blocks(
     return [np.array(sorted(ops), dtype=np.int64) for ops in parts]
 
 
-def clones_of(dag: OpDag, ops: Integers) -> Integers:
-    """The cloned ops that a set of ops needs, directly or through other clones."""
-    needed = np.zeros(dag.size, dtype=np.bool_)
-    needed[ops] = True
-    feeding = dag.cloned[dag.edge_source]
-    source, target = dag.edge_source[feeding], dag.edge_target[feeding]
-    for e in np.argsort(-target, kind="stable").tolist():
-        if needed[target[e]]:
-            needed[source[e]] = True
-    needed[ops] = False
-    return np.flatnonzero(needed & dag.cloned)
-
-
-def block_numbers(dag: OpDag, chain: Sequence[Integers]) -> Integers:
-    """The block of each op, -1 for clones."""
-    block = np.full(dag.size, -1, dtype=np.int64)
-    for b, ops in enumerate(chain):
-        block[ops] = b
-    return block
-
-
-def crossing_values(dag: OpDag, chain: Sequence[Integers]) -> dict[tuple[int, tuple[int, ...]], list[int]]:
-    """Values by the block that makes them and all other blocks that read them."""
-    block = block_numbers(dag, chain)
-    made, read = block[dag.edge_source], block[dag.edge_target]
-    readers: dict[int, tuple[int, set[int]]] = {}
-    for e in np.flatnonzero((made >= 0) & (read >= 0) & (made != read)).tolist():
-        readers.setdefault(int(dag.edge_value[e]), (int(made[e]), set()))[1].add(int(read[e]))
-    found: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for value, (maker, others) in readers.items():
-        found.setdefault((maker, tuple(sorted(others))), []).append(value)
-    return found
-
-
-class _Contraction:
-    """A graph of atoms in a topological order, both kept while nodes are merged into others."""
-
-    def __init__(self, dag: OpDag) -> None:
-        if np.any(dag.edge_source >= dag.edge_target):
-            raise ValueError("ops must be numbered in a topological order: every edge goes to a later op")
-        source, target, value = dag.edge_source.tolist(), dag.edge_target.tolist(), dag.edge_value.tolist()
-        cloned, group, self.op_time = dag.cloned.tolist(), dag.group.tolist(), dag.time_s.tolist()
-        self.value_bytes = dag.value_bytes
-        self.members: dict[int, list[int]] = {}
-        for op in range(dag.size):
-            if not cloned[op]:
-                self.members.setdefault(group[op], []).append(op)
-        self.clones: dict[int, set[int]] = {node: set() for node in self.members}
-        owners: dict[int, set[int]] = {}
-        self.after: dict[int, dict[int, set[int]]] = {node: {} for node in self.members}
-        self.before: dict[int, set[int]] = {node: set() for node in self.members}
-        # Targets in descending order: whatever reads a cloned op has its own owners settled first.
-        for e in np.argsort(-dag.edge_target, kind="stable").tolist():
-            a, b = source[e], target[e]
-            if cloned[a]:
-                owners.setdefault(a, set()).update(owners.get(b, set()) if cloned[b] else (group[b],))
-            elif not cloned[b] and group[a] != group[b]:
-                self.after[group[a]].setdefault(group[b], set()).add(value[e])
-                self.before[group[b]].add(group[a])
-            elif cloned[b]:
-                raise ValueError(f"op {b} is cloned but reads op {a}, which is not; clone ops only with all they read")
-        for op, nodes in owners.items():
-            for node in nodes:
-                self.clones[node].add(op)
-        memory = dag.memory_bytes.tolist()
-        self.time_s: dict[int, float] = {}
-        self.memory_bytes: dict[int, float] = {}
-        for node, ops in self.members.items():
-            everything = [*ops, *sorted(self.clones[node])]
-            self.time_s[node] = sum(self.op_time[op] for op in everything)
-            self.memory_bytes[node] = sum(memory[op] for op in everything)
-        self.order: list[int | None] = list(self._sorted())
-        self.position: dict[int, int] = {}
-        self.renumber()
-
-    def _sorted(self) -> list[int]:
-        """Topological order, the smallest op first among those that are ready."""
-        waiting = {node: len(before) for node, before in self.before.items()}
-        ready = [node for node, count in waiting.items() if count == 0]
-        heapq.heapify(ready)
-        order = []
-        while ready:
-            node = heapq.heappop(ready)
-            order.append(node)
-            for follower in self.after[node]:
-                waiting[follower] -= 1
-                if waiting[follower] == 0:
-                    heapq.heappush(ready, follower)
-        if len(order) < len(waiting):
-            raise ValueError("indivisible groups of ops depend on one another in a cycle; join them into one group")
-        return order
-
-    def renumber(self) -> None:
-        """Close the gaps that merges left in the order."""
-        self.order = [node for node in self.order if node is not None]
-        self.position = {node: at for at, node in enumerate(self.order) if node is not None}
-
-    def nodes(self) -> list[int]:
-        """All nodes in topological order."""
-        return [node for node in self.order if node is not None]
-
-    def nodes_of_ops(self, ops: int) -> Integers:
-        """The node of each op, -1 for clones."""
-        found = np.full(ops, -1, dtype=np.int64)
-        for node, inside in self.members.items():
-            found[inside] = node
-        return found
-
-    def shared_time_s(self, first: int, second: int) -> float:
-        """Time of clones that both need, and that a merge runs once."""
-        common = self.clones[first] & self.clones[second]
-        return math.fsum(self.op_time[op] for op in common)
-
-    def other_path(self, first: int, second: int, budget: int) -> tuple[set[int] | None, int]:
-        """Whether `second` is reachable from `first` other than by their edge, looking at `budget` nodes at most.
-
-        Answers None if so (or if the budget is used up), otherwise all nodes that follow `first` and stand before
-        `second` in the order; and the budget left.
-        """
-        end = self.position[second]
-        seen: set[int] = set()
-        stack = [node for node in self.after[first] if node != second and self.position[node] < end]
-        while stack:
-            node = stack.pop()
-            if node in seen:
-                continue
-            seen.add(node)
-            if second in self.after[node] or len(seen) > budget:
-                return None, budget - len(seen)
-            stack.extend(x for x in self.after[node] if self.position[x] < end and x not in seen)
-        return seen, budget - len(seen)
-
-    def merge(self, first: int, second: int, between: set[int]) -> None:
-        """Merge `second` into `first`; `between` are the followers of `first` that stand before `second`."""
-        self.time_s[first] += self.time_s.pop(second) - self.shared_time_s(first, second)
-        self.memory_bytes[first] += self.memory_bytes.pop(second)
-        self.members[first].extend(self.members.pop(second))
-        self.clones[first] |= self.clones.pop(second)
-        self.after[first].pop(second, None)
-        self.before[second].discard(first)
-        for follower, values in self.after.pop(second).items():
-            self.after[first].setdefault(follower, set()).update(values)
-            self.before[follower].discard(second)
-            self.before[follower].add(first)
-        for source in self.before.pop(second):
-            self.after[source].setdefault(first, set()).update(self.after[source].pop(second))
-            self.before[first].add(source)
-        # What does not follow `first` moves in front of it, what does moves behind: the order stays topological.
-        low, high = self.position[first], self.position.pop(second)
-        region = [node for node in self.order[low : high + 1] if node is not None and node not in (first, second)]
-        moved: list[int | None] = [node for node in region if node not in between]
-        moved += [first, *(node for node in region if node in between)]
-        moved += [None] * (high + 1 - low - len(moved))
-        self.order[low : high + 1] = moved
-        self.position.update({node: at for at, node in enumerate(moved, low) if node is not None})
-
-
-def _uncoarsened(dag: OpDag, levels: Sequence[Integers], limit_bytes: float) -> _Contraction:
+def _uncoarsened(dag: OpDag, levels: Sequence[Integers], limit_bytes: float) -> Contraction:
     edges = dag.edge_source, dag.edge_target, dag.edge_value
     node = uncoarsen(levels, edges, dag.value_bytes, dag.time_s, dag.memory_bytes, limit_bytes)
     first = np.arange(dag.size)
@@ -250,11 +72,11 @@ def _uncoarsened(dag: OpDag, levels: Sequence[Integers], limit_bytes: float) -> 
         together = list(ops)
         if node[together[0]] >= 0:
             first[together] = min(together)
-    return _Contraction(replace(dag, group=first))
+    return Contraction(replace(dag, group=first))
 
 
 def _coarsen(
-    graph: _Contraction, at_least: int, seconds_per_byte: float, limit_bytes: float, levels: list[Integers]
+    graph: Contraction, at_least: int, seconds_per_byte: float, limit_bytes: float, levels: list[Integers]
 ) -> None:
     """Passes of matching until few nodes are left or a pass changes nothing.
 
@@ -298,7 +120,7 @@ def _coarsen(
         levels.append(graph.nodes_of_ops(len(levels[0])))
 
 
-def _compact(graph: _Contraction, most: int, limit_bytes: float, connected: bool) -> list[list[int]]:
+def _compact(graph: Contraction, most: int, limit_bytes: float, connected: bool) -> list[list[int]]:
     """Merge the lightest block with the neighbour that makes the lighter pair, until `most` are left."""
     graph.renumber()
     order = graph.nodes()
@@ -338,7 +160,7 @@ def _compact(graph: _Contraction, most: int, limit_bytes: float, connected: bool
 
 
 def _balance(
-    graph: _Contraction,
+    graph: Contraction,
     chain: list[list[int]],
     most: int,
     seconds_per_byte: float,
@@ -372,7 +194,7 @@ def _balance(
     return [[node for part in chain[i:j] for node in part] for i, j in itertools.pairwise(cuts)]
 
 
-def _meeting(graph: _Contraction, chain: list[list[int]]) -> npt.NDArray[np.bool_]:
+def _meeting(graph: Contraction, chain: list[list[int]]) -> npt.NDArray[np.bool_]:
     """[i, j]: parts i … j-1 of a chain hang together by edges among them."""
     place = {node: at for at, nodes in enumerate(chain) for node in nodes}
     m = len(chain)
@@ -403,7 +225,7 @@ def _root(root: list[int], x: int) -> int:
     return x
 
 
-def _crossing_bytes(graph: _Contraction, chain: list[list[int]]) -> Floats:
+def _crossing_bytes(graph: Contraction, chain: list[list[int]]) -> Floats:
     """Bytes of the values that cross each cut of a chain: entry j is the cut in front of its j-th part, ends are 0."""
     place = {node: at for at, nodes in enumerate(chain) for node in nodes}
     steps = np.zeros(len(chain) + 1)

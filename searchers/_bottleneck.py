@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from simpart.searchers._chain import Bools, ChainStage, Floats, bottleneck_layer, choices_at
+from simpart.searchers._stages import Bools, ChainStage, Floats, choices_at
 
-__all__ = ["Bottleneck", "least_bottlenecks"]
+__all__ = ["Bottleneck", "bottleneck_layer", "least_bottlenecks"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,3 +74,25 @@ def _trace(
         stages.append(ChainStage(start=block, end=end, replicas=r))
         block, devices = end, devices - r
     return tuple(stages)
+
+
+def bottleneck_layer(cost: Floats, replicas: tuple[int, ...], after: Floats, places: Bools | None = None) -> Floats:
+    """Least possible maximum with one stage put before what `after` describes: [block, devices] -> the same.
+
+    out[i, d] = min over j, k of max(cost[i, j, k], after[j, d - replicas[k]]); k only where `places[k, d]`.
+    """
+    out = np.full_like(after, np.inf)
+    n = cost.shape[0]
+    width = after.shape[1]
+    # A stage must cover a block: cost[i, j <= i] is infinite, so column 0 of `after` never helps.
+    for k, r in enumerate(replicas):
+        if r >= width:
+            continue
+        if places is not None:
+            left = r + np.flatnonzero(places[k, r:])
+            reached = np.maximum(cost[:, 1:, k, None], after[None, 1:, left - r]).min(axis=1)
+            out[:n, left] = np.minimum(out[:n, left], reached)
+            continue
+        reached = np.maximum(cost[:, 1:, k, None], after[None, 1:, : width - r]).min(axis=1)
+        np.minimum(out[:n, r:], reached, out=out[:n, r:])
+    return out

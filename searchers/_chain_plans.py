@@ -17,10 +17,11 @@ from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.problem import Problem
 from simpart.schedule import Schedule
 from simpart.searchers._bottleneck import least_bottlenecks
-from simpart.searchers._chain import ChainStage, Floats, StageCosts, Unplannable, later_stages_allowed, solve_chain
+from simpart.searchers._chain import Unplannable, solve_chain
 from simpart.searchers._lines import kind_orders, lines
 from simpart.searchers._pipelines import PipelineShape, least_sums
 from simpart.searchers._stage_costs import ChainProblem, in_flight
+from simpart.searchers._stages import ChainStage, Floats, StageCosts, later_stages_allowed
 from simpart.searching import Candidate, Control
 
 __all__ = [
@@ -194,13 +195,15 @@ def propose_answers(
     *,
     keep: int = 3,
     near: float = math.inf,
+    degrees: Sequence[int] = (1,),
     proposed: Callable[[Plan, ChainCase, Answer], None] = lambda plan, case, answer: None,
 ) -> Iterator[Candidate]:
     """Solve every case for every number of stages; propose the `keep` best plans of each, best first, then reasons.
 
     `solve(case, most, below)` answers for 1 … `most` stages: None where no plan exists; it may leave out numbers whose
     plans cannot be `below` the estimates that are kept already. Of a number of stages, only the best is proposed if it
-    is estimated at more than `near` times the least. `proposed` is told what each plan is made of.
+    is estimated at more than `near` times the least. `proposed` is told what each plan is made of; `degrees` are the
+    tensor degrees of the cases.
     The bound is the least objective, valid once everything is solved. When time runs out, what was solved is proposed.
     """
     least, planned, reasons = math.inf, set[int](), dict[int, str]()
@@ -216,6 +219,7 @@ def propose_answers(
                 control.check()
                 most = most_stages(problem, case)
                 if most < problem.space.min_stages:
+                    reasons.update(_too_few_blocks(problem, case))
                     continue
                 answers = {
                     c: a for c, a in solve(case, most, found.cutoffs(keep)).items() if c >= problem.space.min_stages
@@ -234,13 +238,13 @@ def propose_answers(
             planned.add(count)
             plan = chain_plan(problem, case.chain, case.shape, answer, case.schedule)
             proposed(plan, case, answer)
-            why = case.chain.order_text(answer.stages)
+            why = case.chain.cut.order_text(answer.stages)
             yield Candidate(plan=plan, family=stages_text(count), objective_s=objective_s, why=why)
     if stopped is not None:
         raise stopped
     if least < math.inf:
         control.report(bound=least)
-    yield from why_no_plans(problem, reasons, planned)
+    yield from why_no_plans(problem, reasons, planned, degrees)
 
 
 def least_totals(problem: Problem, case: ChainCase, cost_s: Floats) -> dict[int, float]:
@@ -283,6 +287,13 @@ def below_cutoffs(
     return answers
 
 
+def _too_few_blocks(problem: Problem, case: ChainCase) -> dict[int, str]:
+    least, blocks = problem.space.min_stages, case.chain.size
+    if blocks >= least:
+        return {}
+    return {least: f"at least {least} stages were asked for, the model is cut into {blocks} blocks; lower it"}
+
+
 def _why_none(problem: Problem, case: ChainCase, counts: Sequence[int]) -> dict[int, str]:
     """What keeps the closest plan of each number of stages from fitting."""
     if not counts:
@@ -292,17 +303,35 @@ def _why_none(problem: Problem, case: ChainCase, counts: Sequence[int]) -> dict[
     return {c: answer.reason() for c, answer in answers.items() if isinstance(answer, Unplannable)}
 
 
-def why_no_plans(problem: Problem, reasons: Mapping[int, str], planned: set[int]) -> Iterator[Candidate]:
-    """Why numbers of stages have no plan; a reason of its own if nothing could be tried at all."""
+def why_no_plans(
+    problem: Problem, reasons: Mapping[int, str], planned: set[int], degrees: Sequence[int] = (1,)
+) -> Iterator[Candidate]:
+    """Why numbers of stages have no plan; a reason of its own if nothing could be tried at all, at these degrees of
+    tensor parallelism."""
     for count, why in sorted(reasons.items()):
         if count not in planned:
             yield Candidate(plan=None, family=stages_text(count), why=why)
     if not planned and not reasons:
-        size, space = problem.cluster.size, problem.space
-        why = f"no split of the global batch {problem.global_batch} over {size} devices; try a multiple of {size}"
-        if space.min_stages > size:
-            why = f"at least {space.min_stages} stages were asked for, with {size} devices; lower it"
-        yield Candidate(plan=None, family="any stages", why=why)
+        yield Candidate(plan=None, family="any stages", why=_why_nothing(problem, degrees))
+
+
+def _why_nothing(problem: Problem, degrees: Sequence[int]) -> str:
+    size, samples, least = problem.cluster.size, problem.global_batch, problem.space.min_stages
+    if least > size:
+        return f"at least {least} stages were asked for, with {size} devices; lower it"
+    at = "" if set(degrees) == {1} else f" at tp {', '.join(map(str, degrees))}"
+    dividing = [degree for degree in degrees if size % degree == 0]
+    if not dividing and not problem.space.use_fewer_devices:
+        known = ", ".join(str(degree) for degree in range(1, size + 1) if size % degree == 0)
+        return f"no stages{at} use all of {size} devices; try tp {known}, or idle devices"
+    replicas = size // min(dividing or degrees)
+    if replicas < 1:
+        return f"a replica{at} needs more than {size} devices; try a smaller tp"
+    if samples % replicas:
+        return f"no split of the global batch {samples} over {size} devices{at}; try a multiple of {replicas}"
+    return f"no stage{at} can be had of the global batch {samples} on {size} devices; " + (
+        "try tp 1 too" if at else "try more micro-batches or stages"
+    )
 
 
 def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answer: Answer, schedule: str) -> Plan:
@@ -314,7 +343,7 @@ def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answ
     groups, stages, sizes = [], [], []
     shardings: dict[Sharding, str] = {}
     state: tuple[tuple[str, StatePlacement], ...] = ()
-    placed = chain.mixed or answer.tensor is not None
+    placed = chain.cut.mixed or answer.tensor is not None
     first = shape.devices - sum(stage.replicas for stage in answer.stages) if placed else 0
     for x, stage in enumerate(answer.stages):
         own: Sequence[int] = range(first, first + stage.replicas) if answer.devices is None else answer.devices[x]
@@ -326,22 +355,22 @@ def chain_plan(problem: Problem, chain: ChainProblem, shape: PipelineShape, answ
         if answer.tensor is not None and max(answer.tensor) > 1:
             axes = (*axes, ("tp", tensor))  # of size 1 too: state is placed by the names of axes
         if tensor == 1:
-            taken = chain.shares(shape, devices)
+            taken = chain.places.shares(shape, devices)
             assert taken is not None  # the stage had costs
         else:
-            taken = chain.equal_shares(shape, len(devices) // tensor)
-            split = chain.split_of(taken[0], tensor, chain.kind_of(devices[0]))
+            taken = chain.places.equal_shares(shape, len(devices) // tensor)
+            split = chain.tensors.anywhere(taken[0], tensor, chain.cut.kind_of(devices[0]))
             name = shardings.setdefault(split.sharding, _sharding_name(tensor, taken[0], shardings.values()))
             state = split.state
         groups.append(DeviceGroup(devices=Devices.of(devices), axes=axes))
         sizes.append(taken)
-        ops = chain.ops(stage.start, stage.end)
+        ops = chain.cut.ops(stage.start, stage.end)
         again = shape.recompute if answer.recompute is None else answer.recompute[x]
-        regions = recompute_regions(chain.graph, ops) if again else ()
-        stages.append(Stage(ops=OpSet.of(chain.graph, ops), group=x, recompute=regions, sharding=name))
+        regions = recompute_regions(chain.cut.graph, ops) if again else ()
+        stages.append(Stage(ops=OpSet.of(chain.cut.graph, ops), group=x, recompute=regions, sharding=name))
         first += stage.replicas
     return Plan(
-        graph=chain.graph.fingerprint,
+        graph=chain.cut.graph.fingerprint,
         groups=tuple(groups),
         stages=tuple(stages),
         batch=Batch(micro_batches=shape.micro_batches, sizes=tuple(sizes)),

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from simpart.searchers._chain import StageCosts
+from simpart.searchers._stages import StageCosts
 
 __all__ = ["linear_costs", "replica_choices"]
 

@@ -16,9 +16,9 @@ import numpy.typing as npt
 
 from simpart.hardware import Cluster
 from simpart.lowering.transfers import sharing
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._pipelines import PipelineShape
 from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stages import ChainStage
 
 __all__ = ["Machines", "NestedCosts", "NestedPlan", "least_nested", "machines_of", "nested_costs"]
 
@@ -68,12 +68,12 @@ def nested_costs(
     fitting: Callable[..., Callable[[int], Bools]],
 ) -> NestedCosts | None:
     """Costs on a cluster of such machines; None where no stage can share the samples."""
-    cluster, wide = chain.problem.cluster, machines.devices
+    cluster, wide = chain.cut.problem.cluster, machines.devices
     choices, stages, sizes = [], [], []
     for m in range(1, machines.number + 1):
         for r in range(1, wide + 1):
             ranks = tuple(h * wide + d for h in range(m) for d in range(r))
-            taken = chain.shares(shape, ranks)
+            taken = chain.places.shares(shape, ranks)
             if taken is not None:
                 choices.append((r, m))
                 stages.append(ranks)
@@ -83,9 +83,9 @@ def nested_costs(
     costs = chain.costs_of(shape, schedule, stages, reduced=True)
     passing: list[list[Floats]] = [[], [], [], []]
     for (r, _), size in zip(choices, sizes, strict=True):
-        inside = chain.passing_s(size, (0, min(r, wide - 1)), 1)
+        inside = chain.runs.passing_s(size, (0, min(r, wide - 1)), 1)
         together = max(sharing(cluster, [(d, wide + d) for d in range(r)]))
-        across = chain.passing_s(size, (0, wide), together)
+        across = chain.runs.passing_s(size, (0, wide), together)
         for found, seconds in zip(passing, (*inside, *across), strict=True):
             found.append(2 * seconds)
     entering, leaving, far_entering, far_leaving = (np.stack(found, axis=-1) for found in passing)

@@ -13,16 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from simpart.searchers._bounds import lockstep_s
-from simpart.searchers._chain import (
-    ChainPlan,
-    ChainStage,
-    Floats,
-    StageCosts,
-    Tables,
-    Unplannable,
-    later_stages_allowed,
-    plan_value_s,
-)
+from simpart.searchers._chain import ChainPlan, Tables, Unplannable, plan_value_s
+from simpart.searchers._stages import ChainStage, Floats, StageCosts, later_stages_allowed
 
 __all__ = [
     "PipelineChoice",

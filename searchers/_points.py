@@ -12,8 +12,8 @@ import numpy as np
 
 from simpart.plan import Plan
 from simpart.problem import Problem
-from simpart.searchers._chain import ChainStage, StageCosts
 from simpart.searchers._chain_plans import Answer, ChainCase, both_ways_s, chain_cases, chain_plan, stages_text
+from simpart.searchers._stages import ChainStage, StageCosts
 from simpart.searching import Candidate, Control
 
 __all__ = ["BATCH", "SLOWEST", "Point", "Points", "batched"]

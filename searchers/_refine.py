@@ -6,9 +6,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from simpart.problem import Problem
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._chain_plans import Answer, ChainCase, chain_plan
 from simpart.searchers._pipelines import plan_lockstep_s
+from simpart.searchers._stages import ChainStage
 from simpart.searching import Control
 from simpart.simulation import evaluate
 

@@ -4,6 +4,7 @@ rule, with the collectives inside."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,10 +20,12 @@ from simpart.placement import Shard, Sharding, StatePlacement
 from simpart.placement.conversions import collective_of
 from simpart.plan import Batch, DeviceGroup, Devices, Plan
 from simpart.problem import Problem
+from simpart.searchers._cut_graph import CutGraph
+from simpart.searchers._remembered import remembered
 from simpart.sharding.combine import Degrees, shard
 from simpart.sharding.flow import Flow, flow
 
-__all__ = ["TensorShare", "splits_vocabularies", "tensor_share"]
+__all__ = ["TensorShare", "TensorShares"]
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -49,21 +52,48 @@ class TensorShare:
         return any(isinstance(place, Shard) for place in layout)
 
 
-def splits_vocabularies(graph: Graph, micro_batch: int, degrees: tuple[int, ...], shared: bool) -> bool | None:
-    """Whether tables that tokens look up are split, at all degrees alike, since a plan has one table of where state
-    rests: None (where they divide) or False. `shared`: stages of different degrees may hold one parameter."""
-    if shared:
-        return False
-    states = []
-    for degree in degrees:
+@dataclass(frozen=True, eq=False)
+class TensorShares:
+    """The shares of a cut graph at all tensor degrees that its problem's space has."""
+
+    cut: CutGraph
+
+    @remembered
+    def of(self, micro_batch: int, degree: int, kind: int, ranks: tuple[int, ...], concurrent: int) -> TensorShare:
+        """How kernels lie on replicas of these ranks, when so many such sets use a link at once; `kind` is the number
+        of a kind of device. Raises as `_tensor_share` does."""
+        cut, degrees = self.cut, Degrees(tp=degree, vocabulary=self._vocabulary)
+        return _tensor_share(cut.problem, cut.graph, micro_batch, degrees, cut.kinds[kind], ranks, concurrent)
+
+    def anywhere(self, micro_batch: int, degree: int, kind: int) -> TensorShare:
+        """How kernels lie on replicas of this degree: wherever they are, but for the times."""
+        return self.of(micro_batch, degree, kind, tuple(range(degree)), 1)
+
+    def why_not(self, degree: int) -> str:
+        """Why no stage can have this tensor degree; empty where it can."""
         try:
-            states.append(shard(graph, micro_batch, Degrees(tp=degree)).state)
-        except UserError:
-            continue
-    return None if len(set(states)) < 2 else False
+            self.anywhere(self.cut.least_samples, degree, self.cut.slowest)
+        except UserError as error:
+            return str(error)
+        return ""
+
+    @cached_property
+    def _vocabulary(self) -> bool | None:
+        """Whether tables that tokens look up are split, at all degrees alike, since a plan has one table of where state
+        rests: None (where they divide) or False. Stages of different degrees may hold one parameter: then not."""
+        graph, micro_batch = self.cut.graph, self.cut.least_samples
+        if any(len(blocks) > 1 for value, blocks in self.cut.readers.items() if value in graph.parameters):
+            return False
+        states = []
+        for degree in (t for t in self.cut.problem.space.tp if t > 1):
+            try:
+                states.append(shard(graph, micro_batch, Degrees(tp=degree)).state)
+            except UserError:
+                continue
+        return None if len(set(states)) < 2 else False
 
 
-def tensor_share(
+def _tensor_share(
     problem: Problem,
     graph: Graph,
     micro_batch: int,

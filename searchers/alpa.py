@@ -19,7 +19,6 @@ import numpy.typing as npt
 from simpart.machine_code import compiled
 from simpart.problem import Problem
 from simpart.searchers._caps import least_sum_and_maximum
-from simpart.searchers._chain import Bools, ChainStage, later_stages_allowed
 from simpart.searchers._chain_plans import (
     Answer,
     Answers,
@@ -31,6 +30,7 @@ from simpart.searchers._chain_plans import (
     propose_answers,
 )
 from simpart.searchers._inputs import costs_array
+from simpart.searchers._stages import Bools, ChainStage, later_stages_allowed
 from simpart.searching import Candidate, Control
 
 __all__ = [

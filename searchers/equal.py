@@ -14,10 +14,11 @@ from simpart.graph import Graph
 from simpart.kernels.flops import op_class_flops
 from simpart.problem import Problem
 from simpart.searchers._bottleneck import least_bottlenecks
-from simpart.searchers._chain import ChainStage, Floats
 from simpart.searchers._chain_plans import Answer, Answers, ChainCase, chain_cases, fitting, propose_answers
+from simpart.searchers._cut_graph import CutGraph
 from simpart.searchers._points import SLOWEST, slowest_s
 from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stages import ChainStage, Floats
 from simpart.searching import Candidate, Control
 
 __all__ = ["Equal", "equal_flops", "equal_layers", "equal_parameters"]
@@ -44,7 +45,7 @@ class Equal:
 
         def answers(case: ChainCase, most: int, below: Mapping[int, float]) -> Answers:
             if case.chain not in cuts:
-                cuts[case.chain] = _equal_cuts(case.chain, _weights(case.chain.graph, self.weigh), problem.cluster.size)
+                cuts[case.chain] = _equal_cuts(case.chain.cut, self.weigh, problem.cluster.size)
             found = {count: self._answer(problem, case, cuts[case.chain], count) for count in range(1, most + 1)}
             return {count: answer for count, answer in found.items() if answer is not False}
 
@@ -80,10 +81,10 @@ def equal_flops() -> Equal:
     return Equal(name="equal_flops", weigh="flops")
 
 
-def _equal_cuts(chain: ChainProblem, per_op: Floats, most: int) -> dict[int, tuple[ChainStage, ...]]:
+def _equal_cuts(cut: CutGraph, weigh: Weigh, most: int) -> dict[int, tuple[ChainStage, ...]]:
     """Stages (of one replica) for each number of stages."""
-    prefix = np.concatenate([[0.0], np.cumsum(chain.block_weights(per_op))])
-    n = chain.size
+    prefix = np.concatenate([[0.0], np.cumsum(cut.block_weights(_weights(cut.graph, weigh)))])
+    n = cut.size
     weight = np.where(np.arange(n + 1)[None, :] > np.arange(n)[:, None], prefix[None, :] - prefix[:-1, None], np.inf)
     # Rounded, so that sums that differ by rounding alone count as equal.
     weight = np.round(np.maximum(weight, 0.0) / max(prefix[-1], 1e-300), 9)[:, :, None]

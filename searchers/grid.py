@@ -52,7 +52,7 @@ class Grid:
                 yield candidates
         if planned:
             control.report(done=len(settings), total=len(settings), bound=least_s)
-        yield from why_no_plans(problem, reasons, planned)
+        yield from why_no_plans(problem, reasons, planned, problem.space.tp)
 
 
 def _configurations(problem: Problem) -> Iterator[Configuration]:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from simpart.problem import Problem
 from simpart.searchers._bottleneck import least_bottlenecks
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._chain_plans import (
     Answer,
     Answers,
@@ -31,6 +30,7 @@ from simpart.searchers._downsets import closed_sets, members, nested
 from simpart.searchers._inputs import costs_array
 from simpart.searchers._nested import Machines, least_nested, machines_of, nested_costs
 from simpart.searchers._profiles import Edges, PipeDreamNode, find_profile, read_pipedream
+from simpart.searchers._stages import ChainStage
 from simpart.searching import Candidate, Control
 
 __all__ = [

@@ -14,7 +14,7 @@ import numpy as np
 from simpart.plan import Plan
 from simpart.problem import Problem
 from simpart.searchers._bounds import lockstep_s
-from simpart.searchers._chain import ChainPlan, StageCosts, solve_chain
+from simpart.searchers._chain import ChainPlan, solve_chain
 from simpart.searchers._chain_plans import (
     Answer,
     Answers,
@@ -33,6 +33,7 @@ from simpart.searchers._pipelines import (
     released_search,
 )
 from simpart.searchers._refine import climb
+from simpart.searchers._stages import StageCosts
 from simpart.searching import Candidate, Control
 
 __all__ = ["Rannc", "solve_lockstep", "solve_outer", "solve_stages"]
@@ -89,7 +90,7 @@ class Rannc:
                 better = replace(answer, stages=stages, bound_s=None)
                 plan = chain_plan(problem, case.chain, case.shape, better, case.schedule)
                 objective_s = plan_lockstep_s(case.costs, stages)
-                why = case.chain.order_text(stages)
+                why = case.chain.cut.order_text(stages)
                 yield Candidate(plan=plan, family=stages_text(len(stages)), objective_s=objective_s, why=why)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from simpart.searchers._piper_graph import PiperPlan, PiperProblem, PiperStage, repeated, stage_time_s
 from simpart.searchers.equal import Equal
-from simpart.searchers.piper import PiperPlan, PiperProblem, PiperStage, repeated, stage_time_s
 
 __all__ = ["equal_stages", "solve", "two_bw"]
 

@@ -86,7 +86,7 @@ def demo(model: str, place: Path) -> None:
     )
     found = search(problem, load_searcher("rannc"))
     if found.best is None or found.best.candidate.plan is None:
-        raise UserError(f"no plan fits this machine: {next(iter(found.infeasible), 'the search found none')}")
+        raise UserError(f"no plan fits this machine: {found.why_none}")
     plan = found.best.candidate.plan
     file = PlanFile(plan=plan, training=training, cluster=cluster, graph=graph.at(max(plan.batch.sizes[0])))
     save_plan(plan_path, file)

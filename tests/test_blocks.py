@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from simpart.searchers._block_sets import BlockSets
-from simpart.searchers._blocks import OpDag, blocks, clones_of, crossing_values
+from simpart.searchers._blocks import blocks
+from simpart.searchers._contraction import Contraction
+from simpart.searchers._op_dag import OpDag, crossing_values
 from simpart.searchers._uncoarsen import uncoarsen
 
 
@@ -132,7 +134,14 @@ def test_cloned_ops_are_in_no_block_and_found_by_who_needs_them() -> None:
     dag = dag_of([(0, 1), (1, 3), (1, 5), (2, 3), (3, 4), (4, 5)], [1.0] * 6, cloned=[0, 1])
     chain = blocks(dag, 4)
     assert [ops.tolist() for ops in chain] == [[2], [3], [4], [5]]
-    assert [clones_of(dag, ops).tolist() for ops in chain] == [[], [0, 1], [], [0, 1]]
+    assert Contraction(dag).clones == {2: set(), 3: {0, 1}, 4: set(), 5: {0, 1}}
+
+
+def test_a_write_into_a_clone_goes_with_it_and_with_what_it_reads() -> None:
+    # 0 is a fresh tensor into which 2 writes what 1 made; 3 and 5 read it, through a view (4) the latter.
+    edges = [(0, 2), (1, 2), (0, 3), (0, 4), (4, 5), (3, 5)]
+    dag = dag_of(edges, [1.0] * 6, cloned=[0, 1, 2, 4], group=[0, 1, 0, 3, 4, 5])
+    assert Contraction(dag).clones == {3: {0, 1, 2}, 5: {0, 1, 2, 4}}
 
 
 def test_compaction_goes_on_where_a_merge_misses_memory() -> None:

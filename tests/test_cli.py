@@ -320,6 +320,13 @@ def test_documents_have_the_same_keys_with_and_without_a_plan(here: Path) -> Non
         assert bool(found["why_infeasible"]) != found["feasible"]
 
 
+def test_a_search_that_had_too_little_time_says_so_and_is_no_error(here: Path) -> None:
+    answer = simpart(*shlex.split(f"search g.graph {ON} --no-profiles --budget 0.000001s"))
+    assert answer.status == 0
+    assert answer.out.startswith("no plan evaluated: the time budget was too short: ")
+    assert answer.out.splitlines()[-1].startswith("search ended by its budget after ")
+
+
 def test_what_a_users_module_prints_is_no_part_of_the_document(here: Path) -> None:
     assert document("capture", "mods:loud", "--no-cache")["parameters"] == 20
 

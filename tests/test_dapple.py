@@ -11,15 +11,8 @@ import numpy as np
 import pytest
 
 from simpart.errors import UserError
-from simpart.searchers.dapple import (
-    Dapple,
-    DappleCosts,
-    DappleStage,
-    placements,
-    plan_estimate_s,
-    plan_latency_s,
-    situations,
-)
+from simpart.searchers._dapple_tables import Dapple, DappleCosts, DappleStage, plan_estimate_s, plan_latency_s
+from simpart.searchers._machines import placements, situations
 
 
 def costs_of(seed: int, n: int, replicas: tuple[int, ...]) -> DappleCosts:

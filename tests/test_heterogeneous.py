@@ -17,9 +17,10 @@ from simpart.hardware import load_cluster
 from simpart.problem import Problem, Space
 from simpart.registry import load_searcher
 from simpart.searchers._bottleneck import least_bottlenecks
-from simpart.searchers._chain import ChainPlan, ChainStage, Shortfall, StageCosts, Unplannable, solve_chain
+from simpart.searchers._chain import ChainPlan, Shortfall, Unplannable, solve_chain
 from simpart.searchers._lines import kind_orders, lines, shares
 from simpart.searchers._pipelines import PipelineShape
+from simpart.searchers._stages import ChainStage, StageCosts
 from simpart.searchers.alpa import InterOp, InterOpCosts
 from simpart.searching import search
 from simpart.simulation import evaluate
@@ -99,7 +100,7 @@ def check(seed: int) -> None:
     costs, devices = random_costs(seed)
     both = costs.forward_s + costs.backward_s + 2 * costs.transfer_s
     most = min(devices, costs.blocks)
-    from simpart.searchers._chain import later_stages_allowed
+    from simpart.searchers._stages import later_stages_allowed
 
     allowed = later_stages_allowed(costs)
     for at_most in (False, True):

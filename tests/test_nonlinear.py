@@ -15,9 +15,9 @@ from simpart.graph import Graph
 from simpart.hardware import load_cluster
 from simpart.plan.partition import partition_of
 from simpart.problem import Problem, Space
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._chain_plans import Answer, ChainCase, chain_cases, chain_plan
 from simpart.searchers._stage_costs import ChainProblem
+from simpart.searchers._stages import ChainStage
 from simpart.searchers.piper import Piper
 from simpart.searching import Control, search
 from simpart.training import TrainingSpec
@@ -48,8 +48,8 @@ def problem_of(graph: Graph, space: Space = SPACE) -> Problem:
 
 def block_edges(chain: ChainProblem) -> set[tuple[int, int]]:
     """Which block feeds which, read off the ops themselves."""
-    own = {int(op): b for b, ops in enumerate(chain.chain) for op in ops}
-    pairs = zip(chain.dag.edge_source.tolist(), chain.dag.edge_target.tolist(), strict=True)
+    own = {int(op): b for b, ops in enumerate(chain.cut.chain) for op in ops}
+    pairs = zip(chain.cut.dag.edge_source.tolist(), chain.cut.dag.edge_target.tolist(), strict=True)
     return {(own[a], own[b]) for a, b in pairs if a in own and b in own and own[a] != own[b]}
 
 
@@ -74,10 +74,10 @@ def ordered_splits(blocks: int, edges: set[tuple[int, int]], most: int) -> Itera
 def test_a_skip_or_a_branch_leaves_more_cuts_than_a_line(graph: Graph) -> None:
     chain = ChainProblem(problem_of(graph), graph, 2, 8, 64)
     edges = block_edges(chain)
-    for inside in chain.sets.inside:
+    for inside in chain.cut.sets.inside:
         assert all(inside[a] or not inside[b] for a, b in edges)
     if graph.model == "two_tower":
-        assert len(chain.sets.inside) > chain.size + 1
+        assert len(chain.cut.sets.inside) > chain.size + 1
 
 
 def test_what_crosses_is_what_the_plan_sends_once_per_reading_stage(graph: Graph) -> None:
@@ -85,12 +85,12 @@ def test_what_crosses_is_what_the_plan_sends_once_per_reading_stage(graph: Graph
     chain = ChainProblem(problem, graph, 2, 6, 64)
     (cases,) = chain_cases(problem, Control(), most_blocks=6, most_sets=64)
     case = next(c for c in cases if c.shape.pipelines == 1 and 1 in c.costs.counts)
-    entering, leaving = chain._transfers(2)
-    rng, last = np.random.default_rng(0), len(chain.sets.inside) - 1
+    entering, leaving = chain.runs.crossing_bytes(2)
+    rng, last = np.random.default_rng(0), len(chain.cut.sets.inside) - 1
     for _ in range(20):
         path = [0]
         while path[-1] != last:
-            after = np.flatnonzero(chain.sets.nested[path[-1]])
+            after = np.flatnonzero(chain.cut.sets.nested[path[-1]])
             path.append(last if len(path) == 4 else int(rng.choice(after)))
         stages = tuple(ChainStage(start=a, end=b, replicas=1) for a, b in itertools.pairwise(path))
         plan = chain_plan(problem, case.chain, case.shape, Answer(stages=stages, objective_s=1.0), "1f1b")
@@ -110,7 +110,7 @@ def test_piper_finds_the_best_of_all_closed_sets(graph: Graph) -> None:
     assert result.bound_s == pytest.approx(best, rel=1e-9)
     line = search(problem, Piper(most_blocks=6, most_sets=0))
     assert line.bound_s is not None and result.bound_s is not None
-    if len(cases[0].chain.chain) == 6:  # the same blocks
+    if len(cases[0].chain.cut.chain) == 6:  # the same blocks
         assert result.bound_s <= line.bound_s * (1 + 1e-12)
     assert result.best is not None and "stages begin at" in result.best.candidate.why
 
@@ -118,10 +118,10 @@ def test_piper_finds_the_best_of_all_closed_sets(graph: Graph) -> None:
 def _enumerated(problem: Problem, case: ChainCase) -> float:
     """M × the slowest stage with its transfers over all ordered splits, each stage summed up from its blocks."""
     costs, chain, best = case.costs, case.chain, math.inf
-    number = {tuple(inside): s for s, inside in enumerate(chain.sets.inside.tolist())}
+    number = {tuple(inside): s for s, inside in enumerate(chain.cut.sets.inside.tolist())}
     seconds = costs.forward_s + costs.backward_s + 2 * costs.transfer_s
     held = costs.static_bytes + min(costs.micro_batches, 3) * costs.stash_bytes
-    assert (held[chain.sets.nested] < costs.limit_bytes).all()  # memory decides nothing here
+    assert (held[chain.cut.sets.nested] < costs.limit_bytes).all()  # memory decides nothing here
     for split in ordered_splits(chain.size, block_edges(chain), min(3, case.shape.devices)):
         done: frozenset[int] = frozenset()
         at = []

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 from simpart.errors import FormatError, UnsupportedError
-from simpart.searchers._chain import ChainStage
 from simpart.searchers._downsets import closed_sets, members, nested
 from simpart.searchers._profiles import PipeDreamNode, find_profile, read_pipedream
+from simpart.searchers._stages import ChainStage
 from simpart.searchers.pipedream import Cuts, Level, chain_cuts, data_parallel_s, graph_cuts, solve
 
 

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from simpart.errors import FormatError, UserError
+from simpart.searchers._piper_graph import PiperProblem, PiperStage, _exact, _swaps, solve, stage_time_s
 from simpart.searchers._profiles import PiperNode, PiperVariant, read_piper
-from simpart.searchers.piper import PiperProblem, PiperStage, _exact, _swaps, solve, stage_time_s
 from simpart.searchers.two_bw import equal_stages
 from simpart.searchers.two_bw import solve as solve_2bw
 

@@ -16,8 +16,8 @@ from simpart.hardware import Cluster, load_cluster
 from simpart.lowering import lowering_of
 from simpart.problem import Problem, Space
 from simpart.registry import default_costs, load_searcher
-from simpart.searchers._chain import StageCosts, choices_at
 from simpart.searchers._chain_plans import ChainCase, chain_cases, chain_plan, fitting
+from simpart.searchers._stages import StageCosts, choices_at
 from simpart.searchers.piper import Piper
 from simpart.searching import Budget, Control, Evaluated, search
 from simpart.simulation import simulate_plan

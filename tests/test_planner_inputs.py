@@ -15,7 +15,8 @@ from simpart.graph import Graph
 from simpart.hardware import Cluster, Device, load_cluster
 from simpart.problem import Problem, Space
 from simpart.registry import load_searcher
-from simpart.searchers._chain import StageCosts, Unplannable, solve_chain
+from simpart.searchers._chain import Unplannable, solve_chain
+from simpart.searchers._stages import StageCosts
 from simpart.searchers.pipedream import Level, chain_cuts
 from simpart.searchers.pipedream import solve as solve_pipedream
 from simpart.searching import search

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from simpart.searchers._bounds import dapple_pivot, lockstep_s, schedule_lower_bound_s
-from simpart.searchers._chain import ChainPlan, StageCosts, Unplannable, later_stages_allowed, plan_value_s, solve_chain
+from simpart.searchers._chain import ChainPlan, Unplannable, plan_value_s, solve_chain
 from simpart.searchers._linear import linear_costs
 from simpart.searchers._pipelines import (
     PipelineChoice,
@@ -23,6 +23,7 @@ from simpart.searchers._pipelines import (
     released_search,
     search_pipelines,
 )
+from simpart.searchers._stages import StageCosts, later_stages_allowed
 from simpart.searchers.rannc import solve_outer, solve_stages
 
 Plan = tuple[tuple[int, int, int], ...]

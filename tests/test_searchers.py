@@ -169,6 +169,36 @@ def test_a_budget_that_runs_out_leaves_what_was_solved(four_layers: Graph) -> No
     assert result.stopped == "budget" and result.best is not None and result.bound_s is None
 
 
+@pytest.mark.parametrize(
+    ("name", "global_batch", "space", "reason"),
+    [
+        ("grid", 3, Space(max_stages=1), "no split of the global batch 3 over 4 devices; try a multiple of 4"),
+        ("grid", 3, Space(max_stages=1, tp=(2,)), "over 4 devices at tp 2; try a multiple of 2"),
+        ("piper", 8, Space(tp=(3,)), "no stages at tp 3 use all of 4 devices; try tp 1, 2, 4, or idle devices"),
+        ("piper", 8, Space(tp=(5,), use_fewer_devices=True), "a replica at tp 5 needs more than 4 devices"),
+        ("rannc", 8, Space(min_stages=5), "at least 5 stages were asked for, with 4 devices; lower it"),
+    ],
+)
+def test_a_space_without_plans_says_what_to_change(
+    four_layers: Graph, name: str, global_batch: int, space: Space, reason: str
+) -> None:
+    result = search(problem_of(four_layers, 4, global_batch, space), load_searcher(name))
+    assert result.best is None and result.why_none == next(iter(result.infeasible))
+    assert reason in result.why_none
+
+
+def test_piper_names_the_degree_that_the_model_refuses_where_nothing_else_is_left(four_layers: Graph) -> None:
+    result = search(problem_of(four_layers, 3, 6, Space(tp=(3,))), load_searcher("piper"))
+    assert result.why_none == "no stage at tp 3 can be had of the global batch 6 on 3 devices; try tp 1 too"
+    assert "got tp=3" in str(result.families["tensor degree 3"])
+
+
+def test_more_stages_than_blocks_are_too_many(one_layer: Graph) -> None:
+    space = Space(min_stages=40, schedules=("1f1b",), recompute=("none",), max_micro_batches=1)
+    result = search(problem_of(one_layer, 40, 40, space), load_searcher("rannc"))
+    assert result.why_none.startswith("at least 40 stages were asked for, the model is cut into ")
+
+
 @pytest.mark.parametrize("part", range(2))
 def test_least_bottlenecks_are_those_of_enumeration(part: int) -> None:
     for seed in range(part * 100, part * 100 + 100):

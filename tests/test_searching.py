@@ -96,6 +96,17 @@ def test_interrupt_and_deadline_keep_the_best_so_far(gpt: Graph) -> None:
     assert late.stopped == "budget" and late.best is not None
 
 
+def test_a_search_without_an_answer_says_why(gpt: Graph) -> None:
+    problem, none = problem_on(gpt, "local:2"), Candidate(plan=None, family="9 stages", why="too many")
+    ticks = itertools.count()
+    late = search(problem, Rannc(), Budget(seconds=0.5), clock=lambda: float(next(ticks)))
+    assert (late.best, late.stopped) == (None, "budget") and "time budget was too short" in late.why_none
+    assert "interrupted before any plan" in search(problem, Scripted(KeyboardInterrupt)).why_none
+    assert search(problem, Scripted(none)).why_none == "too many"
+    assert search(problem, Scripted()).why_none == "the searcher proposed no plan"
+    assert search(problem, Scripted(none, *rannc_plans(problem)[:1])).why_none == ""
+
+
 def test_duplicates_are_simulated_once_and_reasons_are_counted(gpt: Graph) -> None:
     problem = problem_on(gpt, "local:2")
     one = rannc_plans(problem)[0]

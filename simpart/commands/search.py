@@ -98,14 +98,13 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
         changes = what_if(problem, make, budget, options["seed"], step_s)
         document["what_if"] = [change.to_json() for change in changes]
     freeze_costs(problem, options)
-    reason = next(iter(found.infeasible), "the search was stopped before it found a plan")
     if as_json:
         if result is not None and best is not None:
             document["tightest"] = tightest(result)
             document |= coverage_documents(problem, best, options["profile_next"])
             print_document(prediction_document(best, result, **document))
         else:
-            print_document(prediction_document(None, None, reason, **document, tightest=None))
+            print_document(prediction_document(None, None, found.why_none, **document, tightest=None))
     elif result is not None and best is not None:
         title = f"best of {len(found.ranked)} plans for {problem.graph.model} on {problem.cluster.name}"
         print_prediction(problem, best, result, title)
@@ -116,23 +115,30 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
         print_worth_running(document["worth_running"])
         print_bounds(found)
     else:
-        click.echo(f"no plan {'fits' if found.infeasible else 'yet'}: {reason}")
+        click.echo(f"{_none_words(found)}: {found.why_none}")
     if not as_json:
         print_families(found)
         print_infeasible(found)
         if options["top"] is not None:
             print_ranked(document["ranked"])
         print_changes(changes)
-        if result is not None:
-            again = f", {found.resumed} of {len(found.ranked)} plans from the log" if found.resumed else ""
-            click.echo(f"search {found.stopped} after {human_seconds(found.wall_s)}{again}")
-            if output is not None:
-                click.echo(f"written to {output}")
+        again = f", {found.resumed} of {len(found.ranked)} plans from the log" if found.resumed else ""
+        ended = {"budget": "ended by its budget"}.get(found.stopped, found.stopped)
+        click.echo(f"search {ended} after {human_seconds(found.wall_s)}{again}")
+        if result is not None and output is not None:
+            click.echo(f"written to {output}")
     if result is None and output is not None:
         click.echo(f"{output} is not written", err=True)
     end(found.stopped)
     if result is not None:
         stop_if_extrapolated(result, options["fail_if_extrapolated"])
+
+
+def _none_words(found: SearchResult) -> str:
+    """What a search without an answer comes to."""
+    if not found.infeasible:
+        return "no plan evaluated"
+    return "no plan fits" if found.stopped == "finished" else "no plan fits yet"
 
 
 def _searcher(name: str, pins: Sequence[str]) -> Any:

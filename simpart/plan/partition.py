@@ -13,7 +13,7 @@ from simpart.graph import Graph
 from simpart.plan import Plan, check_shape
 from simpart.plan.check import check_shardings, check_state
 
-__all__ = ["Crossing", "Partition", "check_plan", "clonable_ops", "partition", "partition_of"]
+__all__ = ["Crossing", "Partition", "check_plan", "clonable_ops", "clone_groups", "partition", "partition_of"]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -139,21 +139,36 @@ _clone_readers: WeakKeyDictionary[Graph, list[tuple[Ints, Ints]]] = WeakKeyDicti
 
 
 def _clones(graph: Graph) -> list[tuple[Ints, Ints]]:
-    """The clonable ops by indivisible group, each with the ops outside that read one of them; readers come first. A
-    write in place has no reader of its own: it goes with the tensor that it changes."""
     if graph not in _clone_readers:
-        flat, clonable = graph.flat, clonable_ops(graph)
+        flat = graph.flat
         consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
         producer = flat.value_op[flat.op_inputs]
-        found: dict[int, tuple[Ints, Ints]] = {}
-        for group in np.unique(flat.op_group[clonable]).tolist():
-            members = np.flatnonzero(flat.op_group == group)
-            readers = np.unique(consumer[np.isin(producer, members)])
-            found[group] = members, readers[flat.op_group[readers] != group]
-        readers_of = {group: set(flat.op_group[readers].tolist()) for group, (_, readers) in found.items()}
-        order = TopologicalSorter(readers_of).static_order()
-        _clone_readers[graph] = [found[group] for group in order if group in found]
+        made = producer >= 0
+        _clone_readers[graph] = clone_groups(clonable_ops(graph), flat.op_group, producer[made], consumer[made])
     return _clone_readers[graph]
+
+
+def clone_groups(cloned: Bools, group: Ints, source: Ints, target: Ints) -> list[tuple[Ints, Ints]]:
+    """The cloned ops by indivisible group, each with the ops outside that read one of them; readers come first. A
+    write in place has no reader of its own: it goes with the tensor that it changes.
+
+    `group[op]` is the smallest op of its group; op `target[e]` reads what op `source[e]` makes.
+
+    >>> cloned, group = np.array([True, True, False]), np.array([0, 0, 2])  # op 1 writes into what op 0 makes
+    >>> source, target = np.array([0, 0]), np.array([1, 2])
+    >>> [(ops.tolist(), readers.tolist()) for ops, readers in clone_groups(cloned, group, source, target)]
+    [([0, 1], [2])]
+    """
+    outside = cloned[source] & (group[source] != group[target])
+    readers: dict[int, set[int]] = {int(op): set() for op in np.unique(group[cloned])}
+    for first, reader in zip(group[source[outside]].tolist(), target[outside].tolist(), strict=True):
+        readers[first].add(reader)
+    order = TopologicalSorter({first: {int(group[op]) for op in found} for first, found in readers.items()})
+    return [
+        (np.flatnonzero(group == first), np.array(sorted(readers[first]), dtype=np.int64))
+        for first in order.static_order()
+        if first in readers
+    ]
 
 
 def _crossings(graph: Graph, cut: Ints, stage_of: Ints, consumer: Ints) -> tuple[Crossing, ...]:

@@ -140,6 +140,19 @@ class SearchResult:
         return next((e for e in self.ranked if e.evaluation.feasible), None)
 
     @property
+    def why_none(self) -> str:
+        """Why no plan is the best; empty where one is."""
+        if self.best is not None:
+            return ""
+        if self.infeasible:
+            return next(iter(self.infeasible))
+        return {
+            "budget": "the time budget was too short: it ended before any plan was evaluated; allow more time",
+            "interrupted": "the search was interrupted before any plan was evaluated",
+            "finished": "the searcher proposed no plan",
+        }[self.stopped]
+
+    @property
     def gap(self) -> float | None:
         """Of the searcher's own objective: how far the least candidate may be from the least of all."""
         return gap(self.least_s, self.bound_s)

@@ -44,7 +44,7 @@ class Entry:
         plan = best.candidate.plan if best is not None else None
         why = self.why
         if result is not None and best is None and not why:
-            why = next(iter(result.infeasible), "stopped before it found a plan")
+            why = result.why_none
         return {
             "searcher": self.searcher,
             "objective": result.objective if result is not None else None,

@@ -88,8 +88,7 @@ def what_if(
     for change, richer in changed.items():
         result = search(richer, make(), budget, seed=seed)
         if result.best is None:
-            why = next(iter(result.infeasible), "the search ended before it found a plan")
-            found.append(WhatIf(change=change, step_s=None, saved=None, why=why))
+            found.append(WhatIf(change=change, step_s=None, saved=None, why=result.why_none))
             continue
         seconds = result.best.evaluation.step_s
         found.append(WhatIf(change=change, step_s=seconds, saved=None if step_s is None else 1 - seconds / step_s))
