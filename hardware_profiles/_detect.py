@@ -72,7 +72,7 @@ def describe(machine: Machine, processes: int | None = None) -> Cluster:
         vector_flops_per_s=float32,
         multiprocessors=1,
         clock_hz=machine.clock_hz,
-        l2_bytes=machine.l2_bytes,
+        l2_bytes=machine.l2_bytes or None,
         reserved_bytes=_PROCESS_BYTES,
         sources=tuple({
             "memory": f"detected: memory of this machine, divided by {count}",

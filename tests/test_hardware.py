@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
@@ -474,3 +475,19 @@ def test_show_answers_an_unknown_name_with_all_known_ones() -> None:
 def test_every_command_has_an_example() -> None:
     for name in ("list", "show", "check", "detect"):
         assert f"Example: simpart hardware {name}" in CliRunner().invoke(hardware, [name, "--help"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("clock", "0 Hz"), ("power", "0 W"), ("l2", "0 B"), ("vector", "0 FLOP/s"), ("launch_floor", "0 s"),
+     ("clock", "1e300 Hz"), ("memory_bandwidth", "2039 B/s"), ("power", "1e-300 W"), ("l2", "0.4 B"),
+     ("launch_floor", "10 h"), ("multiprocessors", 10**30)],
+)  # fmt: skip
+def test_numbers_that_no_device_can_have_are_refused(key: str, value: object, tmp_path: Path) -> None:
+    """They would be divided by, or drown everything else; a zero is not how a data sheet says that it doesn't know."""
+    path = tmp_path / "device.yaml"
+    content = yaml.safe_load(DEVICE)
+    path.write_text(yaml.safe_dump({**content, key: value, "source": {**content["source"], key: "test"}}))
+    with pytest.raises(UserError, match=f"device.yaml: {key}: must ") as caught:
+        load_device(path)
+    assert "\n" not in str(caught.value)

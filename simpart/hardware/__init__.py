@@ -46,8 +46,10 @@ DTYPES: Mapping[str, tuple[str, float] | None] = {
     "float4": ("float8", 1.0),
     "int8": ("float16", 1.0),
 }
-_DEVICE_NUMBERS = ("kernel_launch_s", "vector_flops_per_s", "launch_floor_s", "multiprocessors", "clock_hz", "l2_bytes",
-                   "power_w", "price_usd_per_h", "reserved_bytes")  # fmt: skip
+_DEVICE_NUMBERS = ("kernel_launch_s", "price_usd_per_h", "reserved_bytes")
+_POSITIVE_IF_STATED = (  # zero would mean unknown, which a data sheet says by leaving it out
+    "vector_flops_per_s", "launch_floor_s", "multiprocessors", "clock_hz", "l2_bytes", "power_w"
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +95,9 @@ class Device:
         _positive(what, "memory_bytes_per_s", self.memory_bytes_per_s)
         for name in _DEVICE_NUMBERS:
             _at_least_zero(what, name, getattr(self, name))
+        for name in _POSITIVE_IF_STATED:
+            if getattr(self, name) is not None:
+                _positive(what, name, getattr(self, name))
         if self.reserved_bytes >= self.memory_bytes:
             values = f"got {self.reserved_bytes} of {self.memory_bytes}"
             raise UserError(f"{what}: reserved_bytes must be less than memory_bytes, {values}")

@@ -19,7 +19,7 @@ import yaml
 
 from simpart.errors import FormatError, UnknownNameError, UserError
 from simpart.hardware import DTYPES, Cluster, Device, Host, LinkLevel
-from simpart.hardware.quantity import parse_quantity
+from simpart.hardware.quantity import format_quantity, parse_quantity
 
 __all__ = ["list_clusters", "list_devices", "load_cluster", "load_device", "read_hardware"]
 
@@ -38,6 +38,13 @@ _QUANTITIES = {  # key of a device file: (field, unit)
     "price": ("price_usd_per_h", "USD/h"),
     "reserved": ("reserved_bytes", "B"),
 }
+_OPTIONAL_POSITIVE = ("vector", "launch_floor", "clock", "l2", "power")
+_BELIEVABLE = {  # unit: (least, most) of one device; what lies outside is a mistake in the unit
+    "B": (2.0**20, 2.0**50), "B/s": (1e8, 1e16), "FLOP/s": (1e8, 1e19), "s": (0.0, 1.0), "Hz": (1e7, 1e11),
+    "W": (0.1, 1e5), "USD/h": (0.0, 1e5),
+}  # fmt: skip
+_SMALLER = {"l2": 2.0**10, "reserved": 0.0}
+_MOST_MULTIPROCESSORS = 1_000_000
 _HOST = {
     "eager_launch": "eager_launch_s", "compiled_launch": "compiled_launch_s", "step_overhead": "step_overhead_s"
 }  # fmt: skip
@@ -284,19 +291,35 @@ def _device(head: _Section) -> Device:
     values: dict[str, Any] = {}
     for key, (name, unit) in _QUANTITIES.items():
         if key in head.values:
-            value = head.quantity(key, unit, positive=key in ("memory", "memory_bandwidth"))
-            values[name] = int(value) if unit == "B" else value
+            values[name] = _believable(head, key, unit)
     if "multiprocessors" in head.values:
         values["multiprocessors"] = head.whole("multiprocessors")
+        if values["multiprocessors"] > _MOST_MULTIPROCESSORS:
+            head.fault("multiprocessors", f"must be at most {_MOST_MULTIPROCESSORS}, got {values['multiprocessors']}")
     peak = head.section("peak")
     peak.keys(("float32",), DTYPES)
-    values["peak_flops_per_s"] = tuple((dtype, peak.quantity(dtype, "FLOP/s", positive=True)) for dtype in peak.values)
+    values["peak_flops_per_s"] = tuple((dtype, _believable(peak, dtype, "FLOP/s")) for dtype in peak.values)
     kind: Any = head.choice("type", ("gpu", "cpu"))
     sources = head.sources(("peak", "multiprocessors", *_QUANTITIES))
     try:
         return Device(name=head.text("name"), kind=kind, sources=tuple(sources.items()), **values)
     except UserError as error:
         raise UserError(f"{head.file}: {error}") from error
+
+
+def _believable(section: _Section, key: str, unit: str) -> float:
+    """A number of one device, refused where no device can have it."""
+    optional = key in _OPTIONAL_POSITIVE
+    required = key in ("memory", "memory_bandwidth") or unit == "FLOP/s"
+    value = section.quantity(key, unit, positive=required and not optional)
+    if value == 0 and optional:
+        section.fault(key, f"must be positive, got {section.values[key]!r}; leave out what is not known")
+    least, most = _BELIEVABLE[unit]
+    least = _SMALLER.get(key, least)
+    if not least <= value <= most:
+        between = f"{format_quantity(least, unit, digits=3)} and {format_quantity(most, unit, digits=3)}"
+        section.fault(key, f"must lie between {between}, got {section.values[key]!r}; look at the unit")
+    return int(value) if unit == "B" else value
 
 
 def _cluster(head: _Section, nodes: int) -> Cluster:
