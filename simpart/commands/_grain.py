@@ -12,8 +12,11 @@ from simpart.errors import UserError
 
 if TYPE_CHECKING:
     from simpart.lowering.fine import FineSettings
+    from simpart.plan import Plan
+    from simpart.problem import Problem
+    from simpart.simulation import Grain
 
-__all__ = ["grain_options", "settings_of"]
+__all__ = ["grain_of", "grain_options"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -22,8 +25,9 @@ def grain_options() -> Callable[[F], F]:
     """`--grain` and what may be chosen about the fine one."""
     options = (
         click.option(
-            "--grain", type=click.Choice(["coarse", "fine"]), default="coarse", show_default=True,
-            help="Tasks are pipeline actions, or kernels and collectives on streams.",
+            "--grain", type=click.Choice(["auto", "coarse", "fine"]), default="auto", show_default=True,
+            help="Tasks are pipeline actions (coarse), or kernels and collectives on streams (fine). auto: fine where "
+            "parameters are gathered from shards on GPUs, which goes on beside kernels.",
         ),
         click.option(
             "--prefetch", type=int, default=1, show_default=True,
@@ -40,14 +44,19 @@ def grain_options() -> Callable[[F], F]:
     return add
 
 
-def settings_of(grain: str, prefetch: int, overlap: bool) -> FineSettings | None:
-    """The settings of these options; raises UserError where the coarse grain has no use for them."""
+def grain_of(
+    problem: Problem, plan: Plan, grain: str, prefetch: int, overlap: bool
+) -> tuple[Grain, FineSettings | None]:
+    """The grain that these options ask for, with its settings; raises UserError where the coarse one has no use for
+    them."""
+    from simpart.simulation import telling_grain
+
     context = click.get_current_context()
-    for name in ("prefetch", "overlap"):
-        if grain == "coarse" and context.get_parameter_source(name) is ParameterSource.COMMANDLINE:
-            raise UserError(f"--{name} is about the fine grain; give --grain fine, or leave it out")
-    if grain == "coarse":
-        return None
+    said = [n for n in ("prefetch", "overlap") if context.get_parameter_source(n) is ParameterSource.COMMANDLINE]
+    if said and grain == "coarse":
+        raise UserError(f"--{said[0]} is about the fine grain; give --grain fine, or leave it out")
+    if grain == "coarse" or (grain == "auto" and not said and telling_grain(problem, plan) == "coarse"):
+        return "coarse", None
     from simpart.lowering.fine import FineSettings
 
-    return FineSettings(prefetch=prefetch, overlap=overlap)
+    return "fine", FineSettings(prefetch=prefetch, overlap=overlap)

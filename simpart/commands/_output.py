@@ -51,6 +51,8 @@ def print_prediction(problem: Problem, plan: Plan, result: SimResult, title: str
     table.add_row(
         "throughput", f"{result.samples_per_s:.4g} samples/s, {result.tokens_per_s:.4g} tokens/s, MFU {result.mfu:.1%}"
     )
+    if result.program.grain == "fine":
+        table.add_row("grain", "fine: kernels and collectives on streams")
     table.add_row("peak memory", human_bytes(result.peak_bytes))
     for words, rows in groupby(result.memory, key=_memory_words):
         first, *rest = [row.stage for row in rows]

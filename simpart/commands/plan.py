@@ -13,7 +13,7 @@ from simpart.commands._coverage import (
     print_coverage,
     stop_if_extrapolated,
 )
-from simpart.commands._grain import grain_options, settings_of
+from simpart.commands._grain import grain_of, grain_options
 from simpart.commands._place import PLACE
 from simpart.commands._problem import (
     build_problem,
@@ -59,7 +59,7 @@ def plan(
     configuration = configuration_of(options)
     problem = build_problem(model, options)
     made = configure(problem, configuration)
-    settings = settings_of(grain, prefetch, overlap)
+    grain, settings = grain_of(problem, made, grain, prefetch, overlap)
     result = simulate_plan(problem, made, grain=grain, settings=settings)  # type: ignore[arg-type]
     freeze_costs(problem, options)
     if output is not None:

@@ -52,7 +52,8 @@ __all__ = ["search"]
 )  # fmt: skip
 @click.option(
     "--fine-top", type=click.IntRange(0), default=None, metavar="K",
-    help="Simulate the K best plans at the fine grain too, and take the best of these.  [default: 3 for rhino, else 0]",
+    help="Simulate the K best plans at the fine grain too, and take the best of these.  [default: 3 for rhino and "
+    "where the best gathers parameters from shards, else 0]",
 )  # fmt: skip
 @click.option("-o", "--output", type=PLACE, default=None, help="Plan file to write.")
 @coverage_options()
@@ -82,7 +83,7 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     document["budget"] = {"seconds": budget.seconds, "candidates": budget.candidates}
     if options["top"] is not None:
         document["ranked"] = ranked_rows(found, options["top"])
-    count = options["fine_top"] if options["fine_top"] is not None else getattr(searcher, "worth_running", 0)
+    count = _looked_at_finely(problem, searcher, found) if options["fine_top"] is None else options["fine_top"]
     few = worth_running(problem, found.ranked, count) if found.stopped != "interrupted" else []
     document["worth_running"] = [row.to_json() for row in few]
     answer = few[0].evaluated if few else found.best
@@ -132,6 +133,14 @@ def search(model: str, output: Path | None, as_json: bool, **options: Any) -> No
     end(found.stopped)
     if result is not None:
         stop_if_extrapolated(result, options["fail_if_extrapolated"])
+
+
+def _looked_at_finely(problem: Any, searcher: Any, found: SearchResult) -> int:
+    """How many of the best plans to simulate at the fine grain unless told."""
+    from simpart.simulation import telling_grain
+
+    gathers = found.best is not None and telling_grain(problem, found.best.candidate.plan) == "fine"
+    return int(getattr(searcher, "worth_running", 3 if gathers else 0))
 
 
 def _none_words(found: SearchResult) -> str:

@@ -14,7 +14,7 @@ from simpart.commands._coverage import (
     print_coverage,
     stop_if_extrapolated,
 )
-from simpart.commands._grain import grain_options, settings_of
+from simpart.commands._grain import grain_of, grain_options
 from simpart.commands._place import PLACE
 from simpart.commands._problem import (
     build_problem,
@@ -75,7 +75,7 @@ def simulate(
     from simpart.simulation import simulate_plan
 
     problem, plan = problem_of(target, options)
-    settings = settings_of(grain, prefetch, overlap)
+    grain, settings = grain_of(problem, plan, grain, prefetch, overlap)
     measured_s = None if measured is None else seconds_of("--measured", measured)
     if measured_s == 0:
         raise UserError(f"--measured must be above 0, got {measured}")

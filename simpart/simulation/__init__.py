@@ -16,7 +16,7 @@ from simpart.errors import UserError
 from simpart.lowering import Costed, Grain, lower, lowering_of
 from simpart.lowering.layout import Variant
 from simpart.lowering.topology import Shape, StageEdge, actions_of_rows, build_topology, class_of_action
-from simpart.plan import Plan
+from simpart.plan import REPLICA_AXIS, Plan
 from simpart.problem import Problem
 from simpart.program import MEMORY_KINDS, Durations, MemoryDeltas, Program, Spread, StepFacts, Topology, streams_of
 from simpart.schedule import Rows, Schedule, check_rows
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Evaluation", "MemoryRow", "SimResult", "chain_times", "evaluate", "makespan", "peak_in_flight", "simulate",
-    "simulate_plan",
+    "simulate_plan", "telling_grain",
 ]  # fmt: skip
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -107,6 +107,14 @@ class SimResult:
             "contention_s": self.contention_s,
             "provenance": self.provenance,
         }
+
+
+def telling_grain(problem: Problem, plan: Plan) -> Grain:
+    """The cheapest grain that tells a plan's step: fine where parameters rest in shards among replicas of GPUs, since
+    gathering them goes on beside kernels, which the coarse grain counts in full."""
+    gathered = any(name == REPLICA_AXIS for _, rest in plan.state for name, _ in rest.parameter)
+    streams = any(device.kind == "gpu" for device in problem.cluster.kinds)
+    return "fine" if gathered and streams and any(group.replicas > 1 for group in plan.groups) else "coarse"
 
 
 def simulate_plan(
