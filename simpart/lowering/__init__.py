@@ -94,7 +94,8 @@ class Lowering:
             shares = [
                 self.actions.alike.of(plan, layout, s, largest[stage.group]) for s, stage in enumerate(plan.stages)
             ]
-        for device in dict.fromkeys(v.device for group in arrangement.variants for v in group):
+        kinds = dict.fromkeys(v.device for group in arrangement.variants for v in group) if shares is None else ()
+        for device in kinds:
             sizes = {v.micro_batch for group in arrangement.variants for v in group if v.device == device}
             self.problem.prices(sorted(sizes), device)
         reductions = self._reductions(plan, layout, shares)

@@ -229,7 +229,12 @@ class Alike:
 def _split_axes(plan: Plan, group: DeviceGroup) -> tuple[tuple[str, int], ...]:
     """Axes that decide what a device does: of how many replicas there are, only whether there are several, unless state
     is split among them."""
-    if plan.state:
+    if any(
+        name == REPLICA_AXIS
+        for _, rest in plan.state
+        for places in (rest.parameter, rest.gradient, rest.optimizer)
+        for name, _ in places
+    ):
         return group.axes
     return tuple((name, min(size, 2) if name == REPLICA_AXIS else size) for name, size in group.axes)
 

@@ -45,6 +45,7 @@ class Costed(Protocol):
 BUCKET_BYTES = 25 << 20
 """Largest all-reduce of gradients: the default bucket of torch's DistributedDataParallel, and what validate sends."""
 NORM_BYTES = 8
+Form = tuple[tuple[TensorSpec, bool], ...]
 
 
 @dataclass(slots=True)
@@ -55,6 +56,8 @@ class GroupCosts:
     known: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
     sent: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
     places: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    forms: dict[int, tuple[int, Form]] = field(default_factory=dict)
+    parts: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
     concurrent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     # --- between stages -----------------------------------------------------------------------------------------------
@@ -67,23 +70,24 @@ class GroupCosts:
         missing: dict[tuple[Any, ...], list[Load]] = {}
         for e, edge in enumerate(layout.edges):
             source, target = plan.stages[edge.source].group, plan.stages[edge.target].group
-            values = [v for v, _ in layout.loads[e]]
-            parts = {}
-            if shares is not None and source != target:
-                largest = max(variant.micro_batch for variant in arrangement.variants[source])
-                parts = self._parts(plan, layout, edge.source, values, largest)
-            here, there = arrangement.ends[source], arrangement.ends[target]
+            if source == target:
+                keys += [None, None]
+                continue
+            form, specs = self._form(layout, e)
+            parts = None if shares is None else self._parts(plan, layout, arrangement, e)
+            place = self._place(arrangement, source, target)
             for back in (False, True):
-                if source == target or (back and not edge.backward):
+                if back and not edge.backward:
                     keys.append(None)
                     continue
-                key = (layout.load_keys[e], self._place(arrangement, source, target), back, *parts.values())
+                key = (form, place, back, parts)
                 keys.append(key)
                 if key not in self.sent and key not in missing:
-                    moved = [v for v, gradient in layout.loads[e] if gradient or not back]
-                    ends = (there, here) if back else (here, there)
-                    sizes = partial(_sizes, layout.graph, moved, parts)
-                    missing[key] = loads(self.actions.communication.cluster, _counterparts(*ends), sizes)
+                    ends = (arrangement.ends[source], arrangement.ends[target])
+                    sizes = partial(_sizes, specs, parts, back)
+                    missing[key] = loads(
+                        self.actions.communication.cluster, _counterparts(*(ends[::-1] if back else ends)), sizes
+                    )
         prices = self.actions.communication
         prices.of(load.collective for found in missing.values() for load in found)  # all at once
         for key, found in missing.items():
@@ -94,17 +98,13 @@ class GroupCosts:
         """Bytes over links of each task class: transfers, and reductions as rings."""
         cluster, layout, arrangement = self.actions.communication.cluster, costed.layout, costed.arrangement
         found: list[LinkUse] = [{} for _ in range(4 * len(plan.stages))]
-        for load, edge in zip(layout.loads, layout.edges, strict=True):
-            parts = {}
-            if costed.sharded >= 0:
-                size = arrangement.variants[plan.stages[edge.source].group][0].micro_batch
-                parts = self._parts(plan, layout, edge.source, [v for v, _ in load], size)
+        for e, edge in enumerate(layout.edges):
+            parts = self._parts(plan, layout, arrangement, e) if costed.sharded >= 0 else None
             ends = [arrangement.ends[plan.stages[s].group] for s in (edge.source, edge.target)]
             for back in (False, True):
-                moved = [v for v, gradient in load if gradient or not back]
                 pair = ends[::-1] if back else ends
                 local = ends[0] == ends[1] or (back and not edge.backward)
-                sizes = partial(_sizes, layout.graph, moved, parts)
+                sizes = partial(_sizes, self._form(layout, e)[1], parts, back)
                 found.append({} if local else transfer_use(cluster, loads(cluster, _counterparts(*pair), sizes)))
         for reduction, cost in zip(costed.reductions, costed.costs[len(found) :], strict=False):
             ranks = _ranks(plan, reduction.groups)
@@ -114,9 +114,25 @@ class GroupCosts:
             found.append(ring_use(cluster, ranks, sum(tied) if tied else size) if cost.seconds > 0 else {})
         return found + [{}] * (len(costed.costs) - len(found))
 
-    def _parts(self, plan: Plan, layout: Layout, s: int, values: Sequence[int], micro_batch: int) -> dict[int, float]:
-        """Part of each value that one device of the sending stage holds."""
-        return {value: self.actions.alike.part(plan, layout, s, value, micro_batch) for value in values}
+    def _form(self, layout: Layout, e: int) -> tuple[int, Form]:
+        """What an edge carries, whatever values these are: of each its spec and whether a gradient returns."""
+        key = layout.load_keys[e]
+        if key not in self.forms:
+            form = tuple((layout.graph.flat.value_spec[value], gradient) for value, gradient in layout.loads[e])
+            self.forms[key] = self.actions.layouts.numbers.of(form), form
+        return self.forms[key]
+
+    def _parts(self, plan: Plan, layout: Layout, arrangement: Arrangement, e: int) -> tuple[float, ...]:
+        """Part of each value of an edge that one device of the sending stage holds."""
+        number, s = self.actions.layouts.numbers.of, layout.edges[e].source
+        group = plan.stages[s].group
+        size = arrangement.largest[group]
+        split = (number(plan.shardings), plan.stages[s].sharding, number(plan.groups[group].axes))
+        key = (layout.load_keys[e], *split, size)
+        if key not in self.parts:
+            part = self.actions.alike.part
+            self.parts[key] = tuple(part(plan, layout, s, value, size) for value, _ in layout.loads[e])
+        return self.parts[key]
 
     def _place(self, arrangement: Arrangement, source: int, target: int) -> int:
         """Equal for pairs of groups that lie alike in the cluster: moved by whole blocks of an inner level of links,
@@ -244,7 +260,11 @@ def _counterparts(here: Replicas, there: Replicas) -> list[Message]:
     return found
 
 
-def _sizes(graph: Graph, values: list[int], parts: dict[int, float], micro_batch: int) -> list[tuple[int, bool, str]]:
+def _sizes(form: Form, parts: Sequence[float] | None, back: bool, micro_batch: int) -> list[tuple[int, bool, str]]:
     """See `transfers.loads`."""
-    specs = [(graph.flat.value_spec[value], parts.get(value, 1.0)) for value in values]
-    return [(int(spec.bytes(micro_batch) * part), spec.batched, spec.dtype) for spec, part in specs]
+    chosen = zip(form, parts or (1.0,) * len(form), strict=True)
+    return [
+        (int(spec.bytes(micro_batch) * part), spec.batched, spec.dtype)
+        for (spec, gradient), part in chosen
+        if gradient or not back
+    ]

@@ -80,7 +80,8 @@ Replicas = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """Groups of devices with their shares of a micro-batch: the distinct kinds of replica of each, its replicas.
-    `keys[g]` are equal where devices and samples are, `group_numbers[g]` where the devices are."""
+    `keys[g]` are equal where devices and samples are, `group_numbers[g]` where the devices are, `largest[g]` is the
+    largest micro-batch."""
 
     number: int
     groups_number: int
@@ -88,6 +89,7 @@ class Arrangement:
     keys: tuple[int, ...]
     variants: tuple[tuple[Variant, ...], ...]
     first: tuple[Variant, ...]
+    largest: tuple[int, ...]
     ends: tuple[Replicas, ...]
     peak_flops_per_s: float
 
@@ -138,6 +140,7 @@ class Layouts:
                 keys=tuple(number((n, *end)) for n, end in zip(numbers, ends, strict=True)),
                 variants=variants,
                 first=tuple(found[0] for found in variants),
+                largest=tuple(max(variant.micro_batch for variant in found) for found in variants),
                 ends=ends,
                 peak_flops_per_s=sum(device.peak(precision) for device in used),
             )
