@@ -90,9 +90,9 @@ class Lowering:
         sharded, shares = -1, None
         if is_sharded(plan):
             sharded = self.layouts.numbers.of((plan.shardings, plan.state))
-            largest = [max(variants, key=lambda v: v.micro_batch) for variants in arrangement.variants]
             shares = [
-                self.actions.alike.of(plan, layout, s, largest[stage.group]) for s, stage in enumerate(plan.stages)
+                self.actions.alike.of(plan, layout, s, arrangement.largest[stage.group])
+                for s, stage in enumerate(plan.stages)
             ]
         kinds = dict.fromkeys(v.device for group in arrangement.variants for v in group) if shares is None else ()
         for device in kinds:

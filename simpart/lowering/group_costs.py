@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import lcm
 from typing import Any, Protocol
 
 import numpy as np
@@ -45,7 +44,6 @@ class Costed(Protocol):
 BUCKET_BYTES = 25 << 20
 """Largest all-reduce of gradients: the default bucket of torch's DistributedDataParallel, and what validate sends."""
 NORM_BYTES = 8
-Form = tuple[tuple[TensorSpec, bool], ...]
 
 
 @dataclass(slots=True)
@@ -56,7 +54,6 @@ class GroupCosts:
     known: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
     sent: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
     places: dict[tuple[int, int, int], int] = field(default_factory=dict)
-    forms: dict[int, tuple[int, Form]] = field(default_factory=dict)
     parts: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
     concurrent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
@@ -73,18 +70,17 @@ class GroupCosts:
             if source == target:
                 keys += [None, None]
                 continue
-            form, specs = self._form(layout, e)
             parts = None if shares is None else self._parts(plan, layout, arrangement, e)
             place = self._place(arrangement, source, target)
             for back in (False, True):
                 if back and not edge.backward:
                     keys.append(None)
                     continue
-                key = (form, place, back, parts)
+                key = (layout.forms[e], place, back, parts)
                 keys.append(key)
                 if key not in self.sent and key not in missing:
                     ends = (arrangement.ends[source], arrangement.ends[target])
-                    sizes = partial(_sizes, specs, parts, back)
+                    sizes = partial(_sizes, layout, e, parts, back)
                     missing[key] = loads(
                         self.actions.communication.cluster, _counterparts(*(ends[::-1] if back else ends)), sizes
                     )
@@ -104,29 +100,19 @@ class GroupCosts:
             for back in (False, True):
                 pair = ends[::-1] if back else ends
                 local = ends[0] == ends[1] or (back and not edge.backward)
-                sizes = partial(_sizes, self._form(layout, e)[1], parts, back)
+                sizes = partial(_sizes, layout, e, parts, back)
                 found.append({} if local else transfer_use(cluster, loads(cluster, _counterparts(*pair), sizes)))
         for reduction, cost in zip(costed.reductions, costed.costs[len(found) :], strict=False):
             ranks = _ranks(plan, reduction.groups)
-            size = layout.own_bytes[reduction.stage] if reduction.stage >= 0 else NORM_BYTES
-            tied = [total for (groups, _), total in zip(layout.tied, layout.tied_bytes, strict=True)
-                    if groups == reduction.groups and reduction.axis == "tied"]  # fmt: skip
-            found.append(ring_use(cluster, ranks, sum(tied) if tied else size) if cost.seconds > 0 else {})
+            size = self._reduced(layout, reduction)
+            found.append(ring_use(cluster, ranks, size) if cost.seconds > 0 else {})
         return found + [{}] * (len(costed.costs) - len(found))
-
-    def _form(self, layout: Layout, e: int) -> tuple[int, Form]:
-        """What an edge carries, whatever values these are: of each its spec and whether a gradient returns."""
-        key = layout.load_keys[e]
-        if key not in self.forms:
-            form = tuple((layout.graph.flat.value_spec[value], gradient) for value, gradient in layout.loads[e])
-            self.forms[key] = self.actions.layouts.numbers.of(form), form
-        return self.forms[key]
 
     def _parts(self, plan: Plan, layout: Layout, arrangement: Arrangement, e: int) -> tuple[float, ...]:
         """Part of each value of an edge that one device of the sending stage holds."""
         number, s = self.actions.layouts.numbers.of, layout.edges[e].source
         group = plan.stages[s].group
-        size = arrangement.largest[group]
+        size = arrangement.largest[group].micro_batch
         split = (number(plan.shardings), plan.stages[s].sharding, number(plan.groups[group].axes))
         key = (layout.load_keys[e], *split, size)
         if key not in self.parts:
@@ -141,7 +127,7 @@ class GroupCosts:
         if key not in self.places:
             cluster, ends = self.actions.communication.cluster, (arrangement.ends[source], arrangement.ends[target])
             devices = [d for _, replicas in ends for replica in replicas for d in replica]
-            shift = _shift(cluster, devices)
+            shift = shift_of(cluster, devices)
             moved = tuple(
                 (sizes, tuple(tuple(d - shift for d in replica) for replica in replicas)) for sizes, replicas in ends
             )
@@ -160,15 +146,14 @@ class GroupCosts:
         if at_once not in self.concurrent:
             self.concurrent[at_once] = sharing(cluster, [_ranks(plan, groups) for groups in members])
         dtype = training.gradient_dtype or training.precision
-        tied = dict(zip((groups for groups, _ in layout.tied), layout.tied_bytes, strict=True))
         found = []
         for reduction, concurrent in zip(reductions, self.concurrent[at_once], strict=True):
-            size = NORM_BYTES if reduction.axis == "norm" else tied.get(reduction.groups, 0)
+            size = 0
             key: tuple[Any, ...]
             if shares is not None and reduction.stage >= 0:
-                key = ("reduction", layout.number, arrangement.number, sharded, reduction.stage)
+                key = ("reduction", shares[reduction.stage].number)
             else:
-                size = layout.own_bytes[reduction.stage] if reduction.stage >= 0 else size
+                size = self._reduced(layout, reduction)
                 key = ("reduction", arrangement.groups_number, reduction.groups, size, concurrent)
             if key not in self.known:
                 if shares is not None and reduction.stage >= 0:
@@ -178,6 +163,14 @@ class GroupCosts:
                 self.known[key] = self._calls("reductions", calls)
             found.append(self.known[key])
         return found
+
+    def _reduced(self, layout: Layout, reduction: Reduction) -> int:
+        """Bytes of whole gradients that a reduction sums."""
+        if reduction.axis == "norm":
+            return NORM_BYTES
+        of_groups = dict(layout.tied)
+        values = layout.own[reduction.stage] if reduction.stage >= 0 else of_groups.get(reduction.groups, ())
+        return state_of(layout.graph, self.actions.layouts.problem.training, values).gradients
 
     def _calls(self, source: str, calls: Sequence[tuple[Collective, int]]) -> ClassCost:
         rows = self.actions.communication.of([collective for collective, _ in calls])
@@ -193,7 +186,8 @@ class GroupCosts:
         for g, group in enumerate(plan.groups):
             key: tuple[Any, ...] = ("update", layout.held_keys[g], arrangement.group_numbers[g], g in tied, sharded)
             if shares is not None:
-                key = (*key, layout.number, arrangement.number, g)
+                mine = self.actions.alike.of_group(plan, layout, arrangement, g, shares)
+                key = ("update", mine) if mine else (*key, layout.number, arrangement.number, g)
             if key not in self.known:
                 passes = int(group.replicas > 1 or g in tied)
                 self.known[key] = self._update(plan, layout, arrangement, g, passes, shares)
@@ -221,22 +215,13 @@ class GroupCosts:
         calls = bucketed(sent, "update", BUCKET_BYTES)
         prices = self.actions.communication.of([collective for collective, _ in calls])
         priced = [(row, float(times)) for row, (_, times) in zip(prices, calls, strict=True)]
+        state = layout.state(g, problem.training)
         passes += 3 * (problem.training.gradient_clip_norm is not None)
-        priced.append((moving(passes * layout.states[g].gradients / device.memory_bytes_per_s, device), 1.0))
+        priced.append((moving(passes * state.gradients / device.memory_bytes_per_s, device), 1.0))
         return class_cost(f"{device.name} update", [(amount, device.name)], priced)
 
 
 NOTHING = class_cost("")
-
-
-def _shift(cluster: Cluster, devices: Sequence[int]) -> int:
-    """By how much these may all be moved down without meeting other links; 0 on clusters of several kinds."""
-    if len(cluster.kinds) > 1 or any(level.only is not None for level in cluster.levels):
-        return 0
-    joining = cluster.levels.index(cluster.level_of(devices))
-    block = cluster.levels[joining - 1].size if joining else 1
-    block = lcm(block, *(level.shared_by for level in cluster.levels[: joining + 1]))
-    return min(devices) // block * block
 
 
 def _ranks(plan: Plan, groups: Sequence[int]) -> tuple[int, ...]:
@@ -260,11 +245,13 @@ def _counterparts(here: Replicas, there: Replicas) -> list[Message]:
     return found
 
 
-def _sizes(form: Form, parts: Sequence[float] | None, back: bool, micro_batch: int) -> list[tuple[int, bool, str]]:
-    """See `transfers.loads`."""
-    chosen = zip(form, parts or (1.0,) * len(form), strict=True)
+def _sizes(
+    layout: Layout, e: int, parts: Sequence[float] | None, back: bool, micro_batch: int
+) -> list[tuple[int, bool, str]]:
+    """What an edge carries, see `transfers.loads`."""
+    specs, load = layout.graph.flat.value_spec, layout.loads[e]
     return [
-        (int(spec.bytes(micro_batch) * part), spec.batched, spec.dtype)
-        for (spec, gradient), part in chosen
+        (int(specs[value].bytes(micro_batch) * part), specs[value].batched, specs[value].dtype)
+        for (value, gradient), part in zip(load, parts or (1.0,) * len(load), strict=True)
         if gradient or not back
     ]
