@@ -13,7 +13,7 @@ from simpart.graph import Graph
 from simpart.plan import Plan, check_shape
 from simpart.plan.check import check_shardings, check_state
 
-__all__ = ["Crossing", "Partition", "check_plan", "clonable_ops", "partition", "partition_of"]
+__all__ = ["Crossing", "Partition", "check_plan", "clonable_ops", "members", "partition", "partition_of"]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -106,7 +106,6 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
         a, b = graph.op_ids[flat.op_group[split[0]]], graph.op_ids[split[0]]
         raise UserError(f"ops {a} and {b} share storage that is changed in place and must be in one stage")
     consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
-    member: Table = np.zeros((stages, len(flat.op_class)), dtype=np.bool_)
     fixed = np.flatnonzero(~clonable)
     member[stage_of[fixed], fixed] = True
     for clones, readers in _clones(graph):  # clones run wherever a reader of one of them runs
