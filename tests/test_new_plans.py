@@ -13,8 +13,8 @@ from simpart.configure import RECOMPUTE, SELECTIVE, Configuration, attention_reg
 from simpart.errors import UserError
 from simpart.graph import Graph
 from simpart.hardware import load_cluster
-from simpart.ledger import Ledger
 from simpart.lowering import lowering_of
+from simpart.lowering.ledger import Ledger
 from simpart.model_spec import load_graph_or_model
 from simpart.plan import OpSet, Plan
 from simpart.problem import Problem
@@ -25,12 +25,13 @@ from simpart.training import TrainingSpec
 GPT = "gpt:layers=12,hidden=64,heads=4,seq=32,vocab=128"
 LLAMA = "llama:layers=10,hidden=64,heads=4,seq=32,vocab=128"
 T5 = "t5:layers=3,hidden=64,heads=4,seq=16,vocab=128"
+MOE = "moe:layers=4,hidden=64,heads=4,kv_heads=4,seq=32,vocab=128,experts=4"
 MODELS = (
     (GPT, "dgx-a100:4"),
     (LLAMA, "dgx-a100:2"),
     pytest.param(T5, "dgx-a100:2", marks=pytest.mark.slow),
     pytest.param(GPT, "a100-v100", marks=pytest.mark.slow),
-    pytest.param("moe:layers=4,hidden=64,heads=4,kv_heads=4,seq=32,vocab=128,experts=4", "dgx-a100:2", marks=pytest.mark.slow),
+    pytest.param(MOE, "dgx-a100:2", marks=pytest.mark.slow),
 )
 COUNT = 12
 

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from simpart.cost.pricing import Amount
 from simpart.graph import Graph
 from simpart.graph.sizes import DTYPE_BYTES
-from simpart.lowering.layout import Layout, Layouts, Variant
+from simpart.lowering.layout import Arrangement, Layout, Layouts, Variant
 from simpart.lowering.repeated import Grown, Repeats
 from simpart.lowering.sharded import Sent, StageShare, StageShares, kernel_value, local_elements
-from simpart.lowering.transfers import sharing
+from simpart.lowering.transfers import sharing, shift_of
 from simpart.memory import StageActivations, activations_of, state_table
 from simpart.placement import Sharding, Strategy
-from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan
+from simpart.plan import REPLICA_AXIS, DeviceGroup, Devices, Plan
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import axis_members, calls_of, mesh_of, use_of
 

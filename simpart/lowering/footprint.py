@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from simpart.engines.compiled import peaks
-from simpart.lowering.alike import Alike
+from simpart.lowering.alike import Alike, Totals
 from simpart.lowering.layout import Arrangement, Layout, Layouts, Variant, value_bytes
 from simpart.lowering.sharded import local_state
 from simpart.memory import ALLOCATOR_FACTOR, StageActivations, activations_of, update_transient_bytes

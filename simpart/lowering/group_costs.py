@@ -11,8 +11,7 @@ import numpy as np
 
 from simpart.cost import Collective
 from simpart.cost.pricing import Amount
-from simpart.graph import Graph
-from simpart.hardware import Cluster, Device
+from simpart.hardware import Device
 from simpart.lowering.action_costs import ActionCosts
 from simpart.lowering.alike import Totals
 from simpart.lowering.flows import LinkUse, ring_use, transfer_use
@@ -20,7 +19,8 @@ from simpart.lowering.layout import Arrangement, Layout, Replicas
 from simpart.lowering.ledger import ClassCost, class_cost, moving
 from simpart.lowering.sharded import bucketed, local_parts
 from simpart.lowering.topology import Reduction
-from simpart.lowering.transfers import Load, Message, busiest, loads, messages, sharing
+from simpart.lowering.transfers import Load, Message, busiest, loads, messages, sharing, shift_of
+from simpart.memory import state_of
 from simpart.plan import Plan
 
 __all__ = ["BUCKET_BYTES", "GroupCosts"]

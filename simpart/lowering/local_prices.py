@@ -8,14 +8,16 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from simpart.cost import ComputeModel, checked, unique
+from simpart.cost import ComputeModel, Signature, checked, unique
 from simpart.cost.pricing import Amount, sum_rows
 from simpart.cost.signatures import signatures_of
 from simpart.graph import Graph
 from simpart.hardware import Device
 from simpart.kernels import Mode
+from simpart.placement import Sharding, Strategy
+from simpart.sharding._regions import wiring_of
 from simpart.sharding.flow import Flow
-from simpart.sharding.mesh import Use, local_signature
+from simpart.sharding.mesh import Axes, Use, calls_of, local_signature, use_of
 
 __all__ = ["LocalPrices", "UseCounts"]
 

@@ -25,7 +25,7 @@ from simpart.lowering.sharded import Sent, StageShares, converted_bytes, local_b
 from simpart.memory import state_table, storages_of
 from simpart.placement import Sharding
 from simpart.plan import DeviceGroup, Plan
-from simpart.plan.partition import clonable_ops, partition
+from simpart.plan.partition import clonable_ops, members
 from simpart.sharding.flow import Flow, flow_between
 from simpart.sharding.mesh import mesh_of
 
