@@ -103,7 +103,7 @@ class Lowering:
         costs = (
             *(cost for stage in actions for cost in stage),
             *self.groups.transfers(plan, layout, arrangement, shares),
-            *self.groups.reductions(plan, layout, arrangement, reductions, shares, sharded),
+            *self.groups.reductions(plan, layout, arrangement, reductions, shares),
             *self.groups.updates(plan, layout, arrangement, shares, sharded),
         )
         costs = self._overlapped(plan, layout, costs)

@@ -137,7 +137,7 @@ class GroupCosts:
     # --- once per step ------------------------------------------------------------------------------------------------
     def reductions(
         self, plan: Plan, layout: Layout, arrangement: Arrangement, reductions: Sequence[Reduction],
-        shares: Sequence[Totals] | None, sharded: int,
+        shares: Sequence[Totals] | None,
     ) -> list[ClassCost]:  # fmt: skip
         """All at the same time, so that those on one link share it."""
         training, cluster = self.actions.layouts.problem.training, self.actions.layouts.problem.cluster
@@ -146,23 +146,28 @@ class GroupCosts:
         if at_once not in self.concurrent:
             self.concurrent[at_once] = sharing(cluster, [_ranks(plan, groups) for groups in members])
         dtype = training.gradient_dtype or training.precision
-        found = []
+        keys: list[tuple[Any, ...]] = []
+        missing: dict[tuple[Any, ...], list[tuple[Collective, int]]] = {}
         for reduction, concurrent in zip(reductions, self.concurrent[at_once], strict=True):
-            size = 0
-            key: tuple[Any, ...]
-            if shares is not None and reduction.stage >= 0:
-                key = ("reduction", shares[reduction.stage].number)
+            share = shares[reduction.stage] if shares is not None and reduction.stage >= 0 else None
+            if share is not None:
+                keys.append(("reduction", share.number))
             else:
                 size = self._reduced(layout, reduction)
-                key = ("reduction", arrangement.groups_number, reduction.groups, size, concurrent)
-            if key not in self.known:
-                if shares is not None and reduction.stage >= 0:
-                    calls = bucketed(shares[reduction.stage].sent, "gradient", BUCKET_BYTES)
-                else:
-                    calls = _in_buckets(size, _ranks(plan, reduction.groups), concurrent, dtype)
-                self.known[key] = self._calls("reductions", calls)
-            found.append(self.known[key])
-        return found
+                keys.append(("reduction", arrangement.groups_number, reduction.groups, size, concurrent))
+            if keys[-1] not in self.known:
+                missing[keys[-1]] = (
+                    bucketed(share.sent, "gradient", BUCKET_BYTES)
+                    if share is not None
+                    else _in_buckets(size, _ranks(plan, reduction.groups), concurrent, dtype)
+                )
+        prices = self.actions.communication
+        prices.of(collective for calls in missing.values() for collective, _ in calls)  # all at once
+        for key, calls in missing.items():
+            rows = prices.of(collective for collective, _ in calls)
+            times = [(row, float(times)) for row, (_, times) in zip(rows, calls, strict=True)]
+            self.known[key] = class_cost("reductions", (), times)
+        return [self.known[key] for key in keys]
 
     def _reduced(self, layout: Layout, reduction: Reduction) -> int:
         """Bytes of whole gradients that a reduction sums."""
@@ -171,10 +176,6 @@ class GroupCosts:
         of_groups = dict(layout.tied)
         values = layout.own[reduction.stage] if reduction.stage >= 0 else of_groups.get(reduction.groups, ())
         return state_of(layout.graph, self.actions.layouts.problem.training, values).gradients
-
-    def _calls(self, source: str, calls: Sequence[tuple[Collective, int]]) -> ClassCost:
-        rows = self.actions.communication.of([collective for collective, _ in calls])
-        return class_cost(source, (), [(row, float(times)) for row, (_, times) in zip(rows, calls, strict=True)])
 
     def updates(
         self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[Totals] | None, sharded: int
