@@ -19,11 +19,11 @@ from simpart.graph import Graph
 from simpart.graph.sizes import DTYPE_BYTES
 from simpart.lowering.layout import Arrangement, Layout, Layouts, Variant
 from simpart.lowering.repeated import Grown, Repeats
-from simpart.lowering.sharded import Sent, StageShare, StageShares, kernel_value, local_elements
+from simpart.lowering.sharded import Sent, StageShare, StageShares, kernel_value, local_elements, split_axes
 from simpart.lowering.transfers import sharing, shift_of
 from simpart.memory import StageActivations, activations_of, state_table
 from simpart.placement import Sharding, Strategy
-from simpart.plan import REPLICA_AXIS, DeviceGroup, Devices, Plan
+from simpart.plan import DeviceGroup, Devices, Plan
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import axis_members, calls_of, mesh_of, use_of
 
@@ -147,7 +147,7 @@ class Alike:
         graph, ops, regions = self.layouts.stage(plan, layout, s, b)
         key: tuple[Any, ...] = ()
         if self._whole(plan):
-            axes = self.layouts.numbers.of(_split_axes(plan, plan.groups[plan.stages[s].group]))
+            axes = self.layouts.numbers.of(split_axes(plan, plan.groups[plan.stages[s].group]))
             sharding = dict(plan.shardings).get(plan.stages[s].sharding or "", Sharding())
             run = None if sharding.overrides else self.repeats.run(plan, graph, ops, regions)
             if run is not None:
@@ -254,19 +254,6 @@ def _on(axes: dict[str, tuple[tuple[int, ...], int]], sent: tuple[Sent, ...]) ->
         ranks = ranks[:2] if x.collective.kind == "p2p" else ranks
         moved.append(x._replace(collective=replace(x.collective, ranks=ranks, concurrent=concurrent)))
     return tuple(moved)
-
-
-def _split_axes(plan: Plan, group: DeviceGroup) -> tuple[tuple[str, int], ...]:
-    """Axes that decide what a device does: of how many replicas there are, only whether there are several, unless state
-    is split among them."""
-    if any(
-        name == REPLICA_AXIS
-        for _, rest in plan.state
-        for places in (rest.parameter, rest.gradient, rest.optimizer)
-        for name, _ in places
-    ):
-        return group.axes
-    return tuple((name, min(size, 2) if name == REPLICA_AXIS else size) for name, size in group.axes)
 
 
 def _totals(number: int, graph: Graph, ops: Ints, b: int, regions: Sequence[Ints], share: StageShare | Grown) -> Totals:
