@@ -162,10 +162,10 @@ class Repeats:
         """What one device does, with collectives of any one group whose axes have this number."""
         number = self.numbers.of
         key = (*run.key, number(sharding), number(plan.state), axes, micro_batch, device.name)
-        self.shares.prices.ask(graph, micro_batch, device, sharding, mesh_of(group.axes))
         lengths = (SHORT, SHORT + 1) if run.length > SHORT + 1 else (run.length,) * 2
         for count in lengths:
             if (count, *key) not in self.counted:
+                self.shares.prices.ask(graph, micro_batch, device, sharding, mesh_of(group.axes))
                 counted = self._count(plan, graph, run, count, sharding, micro_batch, device, group, regions, key)
                 self.counted[count, *key] = counted
         short, more = (self.counted[count, *key] for count in lengths)
