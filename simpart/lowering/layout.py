@@ -10,7 +10,7 @@ import numpy as np
 
 from simpart.errors import MismatchError
 from simpart.graph import Graph
-from simpart.hardware import Device
+from simpart.hardware import Cluster, Device
 from simpart.kernels.split_backward import weight_share
 from simpart.lowering.interning import Interner
 from simpart.lowering.topology import StageEdge
@@ -144,8 +144,9 @@ class Layouts:
                 (sizes, tuple(group.replica_devices(r) for r in range(len(sizes))))
                 for group, sizes in zip(plan.groups, plan.batch.sizes, strict=True)
             )
-            used = [cluster.device(d) for group in plan.groups for d in group.devices]
             precision = self.problem.training.precision
+            used = [device for group in plan.groups for device in _devices(cluster, tuple(group.devices))]
+            peaks = {id(device): device.peak(precision) for device in {id(device): device for device in used}.values()}
             variants = tuple(_variants(self.problem, *end) for end in ends)
             self.arranged[key] = Arrangement(
                 number=len(self.arranged),
@@ -156,7 +157,7 @@ class Layouts:
                 first=tuple(found[0] for found in variants),
                 largest=tuple(max(found, key=lambda v: v.micro_batch) for found in variants),
                 ends=ends,
-                peak_flops_per_s=sum(device.peak(precision) for device in used),
+                peak_flops_per_s=sum(peaks[id(device)] for device in used),
             )
         return self.arranged[key]
 
@@ -318,9 +319,16 @@ def _variants(problem: Problem, sizes: Sequence[int], devices: Sequence[tuple[in
     """The distinct kinds of a group's replicas."""
     found: dict[Variant, None] = {}
     for size, replica in zip(sizes, devices, strict=True):
-        kinds = {problem.cluster.device(d) for d in replica}
+        kinds = {id(device): device for device in _devices(problem.cluster, replica)}.values()
         found.update(dict.fromkeys(Variant(size, device) for device in sorted(kinds, key=_name)))
     return tuple(found)
+
+
+def _devices(cluster: Cluster, positions: tuple[int, ...]) -> list[Device]:
+    """The device at each of these positions."""
+    if len(cluster.devices) == 1 and max(positions) < cluster.size:
+        return [cluster.devices[0][0]] * len(positions)
+    return [cluster.device(d) for d in positions]
 
 
 def _name(device: Device) -> str:

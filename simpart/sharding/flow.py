@@ -341,9 +341,9 @@ def _follow(
     for s, held in enumerate(ops or ()):
         member[s, held] = True
     maker_op = graph.flat.kernel_op
-    near = (
-        range(len(graph.calls)) if ops is None or only is None else _near(graph, member[sorted(followed)].any(axis=0))
-    )
+    near: Sequence[int] = range(len(graph.calls))
+    if ops is not None and only is not None:
+        near = _near(graph, np.flatnonzero(member[sorted(followed)].any(axis=0)))
     for phase, call, s, kernels in _regions(graph, wiring, ops, near):
         stage = stages[s]
         region = wiring.region(wiring.calls[call], kernels)
@@ -371,10 +371,10 @@ def _follow(
     return tuple(stages[s].finished() for s in sorted(followed))
 
 
-def _near(graph: Graph, held: npt.NDArray[np.bool_]) -> list[int]:
+def _near(graph: Graph, held: Ints) -> list[int]:
     """The calls that hold some of these ops, or read what these make."""
     flat = graph.flat
-    inside = held[flat.kernel_op]
+    inside = np.isin(flat.kernel_op, held)
     maker = flat.kernel_value_kernel[flat.kernel_inputs]
     reads = np.flatnonzero((maker >= 0) & inside[np.maximum(maker, 0)])
     reader = np.searchsorted(flat.kernel_indptr, reads, side="right") - 1
