@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from simpart.configure import RECOMPUTE, SELECTIVE, Configuration, attention_regions, configure, recompute_regions
@@ -52,8 +54,11 @@ def problem(model: str, cluster: str) -> Problem:
 def random_plans(given: Problem, rng: np.random.Generator, count: int) -> list[Plan]:
     """Configurations at random, half of them with their cuts moved to any op."""
     found: list[Plan] = []
+
+    def pick(*values: Any) -> Any:
+        return values[int(rng.integers(len(values)))]
+
     while len(found) < count:
-        pick = lambda *values: values[int(rng.integers(len(values)))]  # noqa: E731
         pp, tp = pick(1, 2, 3, 4, 6), pick(1, 1, 2, 2, 4)
         dp = pick(1, 1, 2, 4)
         configuration = Configuration(
@@ -99,7 +104,7 @@ def recut(given: Problem, plan: Plan, rng: np.random.Generator, recompute: str) 
     return replace(plan, stages=tuple(stages))
 
 
-def told(given: Problem, plan: Plan) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], ...]:
+def told(given: Problem, plan: Plan) -> tuple[npt.NDArray[np.float64], ...]:
     """All that a plan's costs consist of, and its memory."""
     lowering = lowering_of(given)
     costed = lowering.cost(plan)

@@ -102,15 +102,16 @@ class Footprints:
         variants: tuple[Variant, ...],
     ) -> tuple[MemoryDeltas, Floats]:  # fmt: skip
         kinds, stages = len(MEMORY_KINDS), len(plan.stages)
-        alike = self.alike if sharded >= 0 else None
-        kinds_of = [alike and alike.of(plan, layout, s, variants[x.group]) for s, x in enumerate(plan.stages)]
+        shares: list[Totals | None] = [None] * stages
+        if sharded >= 0:
+            shares = [self.alike.of(plan, layout, s, variants[x.group]) for s, x in enumerate(plan.stages)]
         static, late = np.zeros((2, len(plan.groups), kinds))
         start, end, within = np.zeros((3, classes, kinds))
         for g, variant in enumerate(variants):
-            row = self._group(plan, layout, arrangement, g, variant, sharded, kinds_of)
+            row = self._group(plan, layout, arrangement, g, variant, sharded, shares)
             static[g, PARAMETERS], static[g, STATE], static[g, GRADIENTS], late[g, GRADIENTS] = row[:4]
             within[classes - len(plan.groups) + g, TRANSIENTS] = row[4]  # updates are the last classes
-        rows = [self._stage(plan, layout, s, variants[stage.group], kinds_of[s]) for s, stage in enumerate(plan.stages)]
+        rows = [self._stage(plan, layout, s, variants[stage.group], shares[s]) for s, stage in enumerate(plan.stages)]
         stash, kept, forward, backward, split, weight, inputs, back, buffers, copies = np.stack(rows, axis=1)
         start, end, within = (table.reshape(classes, kinds) for table in (start, end, within))
         f, b, i, w = (slice(kind, 4 * stages, 4) for kind in range(4))
