@@ -90,11 +90,12 @@ class Lowering:
         sharded, shares = -1, None
         if is_sharded(plan):
             sharded = self.layouts.numbers.of((plan.shardings, plan.state))
-            largest = [max(variants, key=lambda v: v.micro_batch) for variants in arrangement.variants]
             shares = [
-                self.actions.alike.of(plan, layout, s, largest[stage.group]) for s, stage in enumerate(plan.stages)
+                self.actions.alike.of(plan, layout, s, arrangement.largest[stage.group])
+                for s, stage in enumerate(plan.stages)
             ]
-        for device in dict.fromkeys(v.device for group in arrangement.variants for v in group):
+        kinds = dict.fromkeys(v.device for group in arrangement.variants for v in group) if shares is None else ()
+        for device in kinds:
             sizes = {v.micro_batch for group in arrangement.variants for v in group if v.device == device}
             self.problem.prices(sorted(sizes), device)
         reductions = self._reductions(plan, layout, shares)
@@ -102,7 +103,7 @@ class Lowering:
         costs = (
             *(cost for stage in actions for cost in stage),
             *self.groups.transfers(plan, layout, arrangement, shares),
-            *self.groups.reductions(plan, layout, arrangement, reductions, shares, sharded),
+            *self.groups.reductions(plan, layout, arrangement, reductions, shares),
             *self.groups.updates(plan, layout, arrangement, shares, sharded),
         )
         costs = self._overlapped(plan, layout, costs)

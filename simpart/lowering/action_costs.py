@@ -52,9 +52,10 @@ class ActionCosts:
         """Of F, B, I and W. `sharded` numbers how the plan splits kernels and state; -1 where it does not."""
         group = plan.stages[s].group
         count = plan.batch.micro_batches
-        key: tuple[Any, ...] = (layout.stage_keys[s], arrangement.keys[group], count, sharded)
+        key: tuple[Any, ...] = (layout.stage_keys[s], arrangement.keys[group], count)
         if sharded >= 0:
-            key = (*key, layout.number, arrangement.number, s)
+            numbers = [self.alike.of(plan, layout, s, variant).number for variant in arrangement.variants[group]]
+            key = (layout.borders[s], count, *numbers, -1)
         if key not in self.known:
             self.known[key] = self._price(plan, layout, arrangement, s, sharded)
         return self.known[key]

@@ -17,13 +17,13 @@ import numpy.typing as npt
 from simpart.cost.pricing import Amount
 from simpart.graph import Graph
 from simpart.graph.sizes import DTYPE_BYTES
-from simpart.lowering.layout import Layout, Layouts, Variant
+from simpart.lowering.layout import Arrangement, Layout, Layouts, Variant
 from simpart.lowering.repeated import Grown, Repeats
-from simpart.lowering.sharded import Sent, StageShare, StageShares, kernel_value, local_elements
-from simpart.lowering.transfers import sharing
+from simpart.lowering.sharded import Sent, StageShare, StageShares, kernel_value, local_elements, split_axes
+from simpart.lowering.transfers import sharing, shift_of
 from simpart.memory import StageActivations, activations_of, state_table
 from simpart.placement import Sharding, Strategy
-from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan
+from simpart.plan import DeviceGroup, Devices, Plan
 from simpart.sharding._regions import wiring_of
 from simpart.sharding.mesh import axis_members, calls_of, mesh_of, use_of
 
@@ -35,8 +35,11 @@ NONE = Strategy(())
 
 
 class Totals(NamedTuple):
-    """One device's share of a stage, see `sharded.StageShare`, and what it holds for one micro-batch."""
+    """One device's share of a stage, see `sharded.StageShare`, and what it holds for one micro-batch. `alike` is equal
+    for stages that are alike, `number` for those that are and whose devices meet the same links."""
 
+    alike: int
+    number: int
     forward: Amount
     backward: Amount
     inputs: Amount
@@ -57,7 +60,9 @@ class Alike:
     placed: dict[tuple[Any, ...], Totals] = field(default_factory=dict)
     borders: dict[tuple[Any, ...], int] = field(default_factory=dict)
     uniform: dict[tuple[int, int], bool] = field(default_factory=dict)
-    axes: dict[int, dict[str, tuple[tuple[int, ...], int]]] = field(default_factory=dict)
+    places: dict[int, tuple[int, dict[str, tuple[tuple[int, ...], int]]]] = field(default_factory=dict)
+    moved: dict[tuple[int, int], Totals] = field(default_factory=dict)
+    count: int = 0
     patterns: dict[tuple[str, int], Ints] = field(default_factory=dict)
     strategies: dict[tuple[str, int], tuple[dict[int, Strategy], dict[int, Strategy]]] = field(default_factory=dict)
     parts: dict[tuple[Any, ...], float] = field(default_factory=dict)
@@ -78,10 +83,25 @@ class Alike:
             key = (*key, number(plan.stages), number(plan.groups), s)
         if key not in self.placed:
             totals = self._worked_out(plan, layout, s, variant, split)
-            self.placed[key] = totals._replace(
-                sent=self._place(totals.sent, group), sent_again=self._place(totals.sent_again, group)
-            )
+            place, axes = self._place(group)
+            if (totals.alike, place) not in self.moved:
+                moved = (_on(axes, totals.sent), _on(axes, totals.sent_again))
+                self.moved[totals.alike, place] = totals._replace(
+                    number=len(self.moved), sent=moved[0], sent_again=moved[1]
+                )
+            self.placed[key] = self.moved[totals.alike, place]
         return self.placed[key]
+
+    def of_group(
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, g: int, shares: Sequence[Totals | None]
+    ) -> tuple[int, ...]:
+        """Equal for groups whose stages are alike and meet the same links, and whose devices are of the same kinds;
+        empty where that does not say all about the state that the group holds."""
+        if not layout.alone[g] or len(arrangement.variants[g]) > 1:
+            return ()
+        return tuple(
+            share.number for stage, share in zip(plan.stages, shares, strict=True) if share and stage.group == g
+        )
 
     def part(self, plan: Plan, layout: Layout, s: int, value: int, micro_batch: int) -> float:
         """What one device of stage s holds of an op-level value, as its maker there leaves it; 1: all."""
@@ -127,7 +147,7 @@ class Alike:
         graph, ops, regions = self.layouts.stage(plan, layout, s, b)
         key: tuple[Any, ...] = ()
         if self._whole(plan):
-            axes = self.layouts.numbers.of(_split_axes(plan, plan.groups[plan.stages[s].group]))
+            axes = self.layouts.numbers.of(split_axes(plan, plan.groups[plan.stages[s].group]))
             sharding = dict(plan.shardings).get(plan.stages[s].sharding or "", Sharding())
             run = None if sharding.overrides else self.repeats.run(plan, graph, ops, regions)
             if run is not None:
@@ -135,14 +155,16 @@ class Alike:
                 if key not in self.known:
                     group = plan.groups[plan.stages[s].group]
                     grown = self.repeats.of(plan, graph, run, sharding, b, device, group, axes, regions)
-                    self.known[key] = _totals(graph, ops, b, regions, grown)
+                    self.count += 1
+                    self.known[key] = _totals(self.count, graph, ops, b, regions, grown)
                 return self.known[key]
             structure = self.layouts.structure(plan, layout, s, b)
             key = (structure, self._border(plan, layout, s, b), b, device.name, axes, *split)
             if key in self.known:
                 return self.known[key]
         share = self.shares.of(plan, graph, s, b, device, regions)
-        totals = _totals(graph, ops, b, regions, share)
+        self.count += 1
+        totals = _totals(self.count, graph, ops, b, regions, share)
         if key:
             self.known[key] = totals
         return totals
@@ -209,32 +231,32 @@ class Alike:
         return self.patterns[key][parameters]
 
     # --- collectives of a group ---------------------------------------------------------------------------------------
-    def _place(self, sent: tuple[Sent, ...], group: DeviceGroup) -> tuple[Sent, ...]:
-        """The same collectives on the devices of a group."""
+    def _place(self, group: DeviceGroup) -> tuple[int, dict[str, tuple[tuple[int, ...], int]]]:
+        """A number for what links a group's axes meet; of each axis, moved down (`transfers.shift_of`), the devices of
+        one of the sets along it and how many sets share a link."""
         number = self.layouts.numbers.of(group)
-        if number not in self.axes:
-            cluster, found = self.layouts.problem.cluster, {}
+        if number not in self.places:
+            cluster, devices, found = self.layouts.problem.cluster, list(group.devices), {}
+            shift = shift_of(cluster, devices)
+            down = replace(group, devices=Devices.of(d - shift for d in devices))
             for name, size in group.axes:
-                members = axis_members(group, name)
+                members = axis_members(down, name)
                 found[name] = (members[0], max(sharing(cluster, members)) if size > 1 else 1)
-            self.axes[number] = found
-        moved = []
-        for x in sent:
-            ranks, concurrent = self.axes[number][x.axis]
-            ranks = ranks[:2] if x.collective.kind == "p2p" else ranks
-            moved.append(x._replace(collective=replace(x.collective, ranks=ranks, concurrent=concurrent)))
-        return tuple(moved)
+            self.places[number] = self.layouts.numbers.of(("place", *found.items())), found
+        return self.places[number]
 
 
-def _split_axes(plan: Plan, group: DeviceGroup) -> tuple[tuple[str, int], ...]:
-    """Axes that decide what a device does: of how many replicas there are, only whether there are several, unless state
-    is split among them."""
-    if plan.state:
-        return group.axes
-    return tuple((name, min(size, 2) if name == REPLICA_AXIS else size) for name, size in group.axes)
+def _on(axes: dict[str, tuple[tuple[int, ...], int]], sent: tuple[Sent, ...]) -> tuple[Sent, ...]:
+    """The same collectives on the devices of a group."""
+    moved = []
+    for x in sent:
+        ranks, concurrent = axes[x.axis]
+        ranks = ranks[:2] if x.collective.kind == "p2p" else ranks
+        moved.append(x._replace(collective=replace(x.collective, ranks=ranks, concurrent=concurrent)))
+    return tuple(moved)
 
 
-def _totals(graph: Graph, ops: Ints, b: int, regions: Sequence[Ints], share: StageShare | Grown) -> Totals:
+def _totals(number: int, graph: Graph, ops: Ints, b: int, regions: Sequence[Ints], share: StageShare | Grown) -> Totals:
     held = activations_of(graph, ops, b, regions, share.value_bytes)
     kept, largest = 0 if regions else share.kept_bytes, share.largest_bytes
     held = StageActivations(
@@ -243,5 +265,14 @@ def _totals(graph: Graph, ops: Ints, b: int, regions: Sequence[Ints], share: Sta
         input_transient=held.input_transient + largest, weight_transient=held.weight_transient + largest,
     )  # fmt: skip
     return Totals(
-        share.forward, share.backward, share.inputs, share.weights, share.again, share.sent, share.sent_again, held
+        number,
+        -1,
+        share.forward,
+        share.backward,
+        share.inputs,
+        share.weights,
+        share.again,
+        share.sent,
+        share.sent_again,
+        held,
     )

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 
 from simpart.engines.compiled import peaks
-from simpart.lowering.alike import Alike
+from simpart.lowering.alike import Alike, Totals
 from simpart.lowering.layout import Arrangement, Layout, Layouts, Variant, value_bytes
 from simpart.lowering.sharded import local_state
 from simpart.memory import ALLOCATOR_FACTOR, StageActivations, activations_of, update_transient_bytes
@@ -102,13 +102,16 @@ class Footprints:
         variants: tuple[Variant, ...],
     ) -> tuple[MemoryDeltas, Floats]:  # fmt: skip
         kinds, stages = len(MEMORY_KINDS), len(plan.stages)
+        shares: list[Totals | None] = [None] * stages
+        if sharded >= 0:
+            shares = [self.alike.of(plan, layout, s, variants[x.group]) for s, x in enumerate(plan.stages)]
         static, late = np.zeros((2, len(plan.groups), kinds))
         start, end, within = np.zeros((3, classes, kinds))
         for g, variant in enumerate(variants):
-            row = self._group(plan, layout, arrangement, g, variant, sharded)
+            row = self._group(plan, layout, arrangement, g, variant, sharded, shares)
             static[g, PARAMETERS], static[g, STATE], static[g, GRADIENTS], late[g, GRADIENTS] = row[:4]
             within[classes - len(plan.groups) + g, TRANSIENTS] = row[4]  # updates are the last classes
-        rows = [self._stage(plan, layout, s, variants[stage.group], sharded) for s, stage in enumerate(plan.stages)]
+        rows = [self._stage(plan, layout, s, variants[stage.group], shares[s]) for s, stage in enumerate(plan.stages)]
         stash, kept, forward, backward, split, weight, inputs, back, buffers, copies = np.stack(rows, axis=1)
         start, end, within = (table.reshape(classes, kinds) for table in (start, end, within))
         f, b, i, w = (slice(kind, 4 * stages, 4) for kind in range(4))
@@ -124,15 +127,17 @@ class Footprints:
         return MemoryDeltas(static=static, late=late, start=start, end=end, within=within), copies
 
     def _group(
-        self, plan: Plan, layout: Layout, arrangement: Arrangement, g: int, variant: Variant, sharded: int
-    ) -> Floats:
+        self, plan: Plan, layout: Layout, arrangement: Arrangement, g: int, variant: Variant, sharded: int,
+        shares: Sequence[Totals | None],
+    ) -> Floats:  # fmt: skip
         """Parameters, optimizer state, gradients throughout, gradients from the first backward on, and what the update
         holds besides."""
-        key = (layout.number, g, plan.groups[g].replicas > 1, variant.device.name, sharded)
+        key: tuple[Any, ...] = (layout.number, g, plan.groups[g].replicas > 1, variant.device.name, sharded)
         if sharded >= 0:
-            key = (*key, arrangement.group_numbers[g])  # type: ignore[assignment]
+            mine = self.alike.of_group(plan, layout, arrangement, g, shares)
+            key = (variant.device.name, mine) if mine else (*key, arrangement.group_numbers[g])
         if key not in self.groups:
-            training, state = self.layouts.problem.training, layout.states[g]
+            training, state = self.layouts.problem.training, layout.state(g, self.layouts.problem.training)
             flat = layout.flat_bytes(plan, g, training)
             if sharded >= 0:
                 whole = max(1, state.gradients)
@@ -143,14 +148,16 @@ class Footprints:
             self.groups[key] = np.array(numbers, dtype=np.float64)
         return self.groups[key]
 
-    def _stage(self, plan: Plan, layout: Layout, s: int, variant: Variant, sharded: int) -> Floats:
+    def _stage(self, plan: Plan, layout: Layout, s: int, variant: Variant, share: Totals | None) -> Floats:
         """Stash, what W keeps of it, transients of F, B, I and W, inputs, gradients that came back, buffers and the
         copies among them. Of the next value and a gradient on its way there is one; on the other side the gradient in
         use and the next."""
-        key = (layout.number, s, variant.micro_batch, variant.device.name, sharded)
+        b = variant.micro_batch
+        kind = share.alike if share else self.layouts.structure(plan, layout, s, b)
+        key = (share is None, kind, b, layout.borders[s])
         if key not in self.rows:
-            held = self._activations(plan, layout, s, variant, sharded)
-            home, graph, b = plan.group_of_stage, layout.graph, variant.micro_batch
+            held = share.activations if share else self._activations(plan, layout, s, b)
+            home, graph = plan.group_of_stage, layout.graph
             inputs, buffers, returned = _bytes(graph, layout.inputs[s].tolist(), b), 0, 0
             for edge, load in zip(layout.edges, layout.loads, strict=True):
                 if s not in (edge.source, edge.target):
@@ -172,10 +179,7 @@ class Footprints:
             self.rows[key] = np.array(numbers, dtype=np.float64)
         return self.rows[key]
 
-    def _activations(self, plan: Plan, layout: Layout, s: int, variant: Variant, sharded: int) -> StageActivations:
-        if sharded >= 0:
-            return self.alike.of(plan, layout, s, variant).activations
-        b = variant.micro_batch
+    def _activations(self, plan: Plan, layout: Layout, s: int, b: int) -> StageActivations:
         graph, ops, regions = self.layouts.stage(plan, layout, s, b)
         key = (self.layouts.structure(plan, layout, s, b), b)
         if key not in self.known:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from math import lcm
 from typing import Any, Protocol
 
 import numpy as np
 
 from simpart.cost import Collective
 from simpart.cost.pricing import Amount
-from simpart.graph import Graph
-from simpart.hardware import Cluster, Device
+from simpart.hardware import Device
 from simpart.lowering.action_costs import ActionCosts
 from simpart.lowering.alike import Totals
 from simpart.lowering.flows import LinkUse, ring_use, transfer_use
@@ -21,7 +19,8 @@ from simpart.lowering.layout import Arrangement, Layout, Replicas
 from simpart.lowering.ledger import ClassCost, class_cost, moving
 from simpart.lowering.sharded import bucketed, local_parts
 from simpart.lowering.topology import Reduction
-from simpart.lowering.transfers import Load, Message, busiest, loads, messages, sharing
+from simpart.lowering.transfers import Load, Message, busiest, loads, messages, sharing, shift_of
+from simpart.memory import state_of
 from simpart.plan import Plan
 
 __all__ = ["BUCKET_BYTES", "GroupCosts"]
@@ -55,6 +54,7 @@ class GroupCosts:
     known: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
     sent: dict[tuple[Any, ...], ClassCost] = field(default_factory=dict)
     places: dict[tuple[int, int, int], int] = field(default_factory=dict)
+    parts: dict[tuple[Any, ...], tuple[float, ...]] = field(default_factory=dict)
     concurrent: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
 
     # --- between stages -----------------------------------------------------------------------------------------------
@@ -67,23 +67,23 @@ class GroupCosts:
         missing: dict[tuple[Any, ...], list[Load]] = {}
         for e, edge in enumerate(layout.edges):
             source, target = plan.stages[edge.source].group, plan.stages[edge.target].group
-            values = [v for v, _ in layout.loads[e]]
-            parts = {}
-            if shares is not None and source != target:
-                largest = max(variant.micro_batch for variant in arrangement.variants[source])
-                parts = self._parts(plan, layout, edge.source, values, largest)
-            here, there = arrangement.ends[source], arrangement.ends[target]
+            if source == target:
+                keys += [None, None]
+                continue
+            parts = None if shares is None else self._parts(plan, layout, arrangement, e)
+            place = self._place(arrangement, source, target)
             for back in (False, True):
-                if source == target or (back and not edge.backward):
+                if back and not edge.backward:
                     keys.append(None)
                     continue
-                key = (layout.load_keys[e], self._place(arrangement, source, target), back, *parts.values())
+                key = (layout.forms[e], place, back, parts)
                 keys.append(key)
                 if key not in self.sent and key not in missing:
-                    moved = [v for v, gradient in layout.loads[e] if gradient or not back]
-                    ends = (there, here) if back else (here, there)
-                    sizes = partial(_sizes, layout.graph, moved, parts)
-                    missing[key] = loads(self.actions.communication.cluster, _counterparts(*ends), sizes)
+                    ends = (arrangement.ends[source], arrangement.ends[target])
+                    sizes = partial(_sizes, layout, e, parts, back)
+                    missing[key] = loads(
+                        self.actions.communication.cluster, _counterparts(*(ends[::-1] if back else ends)), sizes
+                    )
         prices = self.actions.communication
         prices.of(load.collective for found in missing.values() for load in found)  # all at once
         for key, found in missing.items():
@@ -94,29 +94,31 @@ class GroupCosts:
         """Bytes over links of each task class: transfers, and reductions as rings."""
         cluster, layout, arrangement = self.actions.communication.cluster, costed.layout, costed.arrangement
         found: list[LinkUse] = [{} for _ in range(4 * len(plan.stages))]
-        for load, edge in zip(layout.loads, layout.edges, strict=True):
-            parts = {}
-            if costed.sharded >= 0:
-                size = arrangement.variants[plan.stages[edge.source].group][0].micro_batch
-                parts = self._parts(plan, layout, edge.source, [v for v, _ in load], size)
+        for e, edge in enumerate(layout.edges):
+            parts = self._parts(plan, layout, arrangement, e) if costed.sharded >= 0 else None
             ends = [arrangement.ends[plan.stages[s].group] for s in (edge.source, edge.target)]
             for back in (False, True):
-                moved = [v for v, gradient in load if gradient or not back]
                 pair = ends[::-1] if back else ends
                 local = ends[0] == ends[1] or (back and not edge.backward)
-                sizes = partial(_sizes, layout.graph, moved, parts)
+                sizes = partial(_sizes, layout, e, parts, back)
                 found.append({} if local else transfer_use(cluster, loads(cluster, _counterparts(*pair), sizes)))
         for reduction, cost in zip(costed.reductions, costed.costs[len(found) :], strict=False):
             ranks = _ranks(plan, reduction.groups)
-            size = layout.own_bytes[reduction.stage] if reduction.stage >= 0 else NORM_BYTES
-            tied = [total for (groups, _), total in zip(layout.tied, layout.tied_bytes, strict=True)
-                    if groups == reduction.groups and reduction.axis == "tied"]  # fmt: skip
-            found.append(ring_use(cluster, ranks, sum(tied) if tied else size) if cost.seconds > 0 else {})
+            size = self._reduced(layout, reduction)
+            found.append(ring_use(cluster, ranks, size) if cost.seconds > 0 else {})
         return found + [{}] * (len(costed.costs) - len(found))
 
-    def _parts(self, plan: Plan, layout: Layout, s: int, values: Sequence[int], micro_batch: int) -> dict[int, float]:
-        """Part of each value that one device of the sending stage holds."""
-        return {value: self.actions.alike.part(plan, layout, s, value, micro_batch) for value in values}
+    def _parts(self, plan: Plan, layout: Layout, arrangement: Arrangement, e: int) -> tuple[float, ...]:
+        """Part of each value of an edge that one device of the sending stage holds."""
+        number, s = self.actions.layouts.numbers.of, layout.edges[e].source
+        group = plan.stages[s].group
+        size = arrangement.largest[group].micro_batch
+        split = (number(plan.shardings), plan.stages[s].sharding, number(plan.groups[group].axes))
+        key = (layout.load_keys[e], *split, size)
+        if key not in self.parts:
+            part = self.actions.alike.part
+            self.parts[key] = tuple(part(plan, layout, s, value, size) for value, _ in layout.loads[e])
+        return self.parts[key]
 
     def _place(self, arrangement: Arrangement, source: int, target: int) -> int:
         """Equal for pairs of groups that lie alike in the cluster: moved by whole blocks of an inner level of links,
@@ -125,7 +127,7 @@ class GroupCosts:
         if key not in self.places:
             cluster, ends = self.actions.communication.cluster, (arrangement.ends[source], arrangement.ends[target])
             devices = [d for _, replicas in ends for replica in replicas for d in replica]
-            shift = _shift(cluster, devices)
+            shift = shift_of(cluster, devices)
             moved = tuple(
                 (sizes, tuple(tuple(d - shift for d in replica) for replica in replicas)) for sizes, replicas in ends
             )
@@ -135,7 +137,7 @@ class GroupCosts:
     # --- once per step ------------------------------------------------------------------------------------------------
     def reductions(
         self, plan: Plan, layout: Layout, arrangement: Arrangement, reductions: Sequence[Reduction],
-        shares: Sequence[Totals] | None, sharded: int,
+        shares: Sequence[Totals] | None,
     ) -> list[ClassCost]:  # fmt: skip
         """All at the same time, so that those on one link share it."""
         training, cluster = self.actions.layouts.problem.training, self.actions.layouts.problem.cluster
@@ -144,28 +146,36 @@ class GroupCosts:
         if at_once not in self.concurrent:
             self.concurrent[at_once] = sharing(cluster, [_ranks(plan, groups) for groups in members])
         dtype = training.gradient_dtype or training.precision
-        tied = dict(zip((groups for groups, _ in layout.tied), layout.tied_bytes, strict=True))
-        found = []
+        keys: list[tuple[Any, ...]] = []
+        missing: dict[tuple[Any, ...], list[tuple[Collective, int]]] = {}
         for reduction, concurrent in zip(reductions, self.concurrent[at_once], strict=True):
-            size = NORM_BYTES if reduction.axis == "norm" else tied.get(reduction.groups, 0)
-            key: tuple[Any, ...]
-            if shares is not None and reduction.stage >= 0:
-                key = ("reduction", layout.number, arrangement.number, sharded, reduction.stage)
+            share = shares[reduction.stage] if shares is not None and reduction.stage >= 0 else None
+            if share is not None:
+                keys.append(("reduction", share.number))
             else:
-                size = layout.own_bytes[reduction.stage] if reduction.stage >= 0 else size
-                key = ("reduction", arrangement.groups_number, reduction.groups, size, concurrent)
-            if key not in self.known:
-                if shares is not None and reduction.stage >= 0:
-                    calls = bucketed(shares[reduction.stage].sent, "gradient", BUCKET_BYTES)
-                else:
-                    calls = _in_buckets(size, _ranks(plan, reduction.groups), concurrent, dtype)
-                self.known[key] = self._calls("reductions", calls)
-            found.append(self.known[key])
-        return found
+                size = self._reduced(layout, reduction)
+                keys.append(("reduction", arrangement.groups_number, reduction.groups, size, concurrent))
+            if keys[-1] not in self.known:
+                missing[keys[-1]] = (
+                    bucketed(share.sent, "gradient", BUCKET_BYTES)
+                    if share is not None
+                    else _in_buckets(size, _ranks(plan, reduction.groups), concurrent, dtype)
+                )
+        prices = self.actions.communication
+        prices.of(collective for calls in missing.values() for collective, _ in calls)  # all at once
+        for key, calls in missing.items():
+            rows = prices.of(collective for collective, _ in calls)
+            times = [(row, float(times)) for row, (_, times) in zip(rows, calls, strict=True)]
+            self.known[key] = class_cost("reductions", (), times)
+        return [self.known[key] for key in keys]
 
-    def _calls(self, source: str, calls: Sequence[tuple[Collective, int]]) -> ClassCost:
-        rows = self.actions.communication.of([collective for collective, _ in calls])
-        return class_cost(source, (), [(row, float(times)) for row, (_, times) in zip(rows, calls, strict=True)])
+    def _reduced(self, layout: Layout, reduction: Reduction) -> int:
+        """Bytes of whole gradients that a reduction sums."""
+        if reduction.axis == "norm":
+            return NORM_BYTES
+        of_groups = dict(layout.tied)
+        values = layout.own[reduction.stage] if reduction.stage >= 0 else of_groups.get(reduction.groups, ())
+        return state_of(layout.graph, self.actions.layouts.problem.training, values).gradients
 
     def updates(
         self, plan: Plan, layout: Layout, arrangement: Arrangement, shares: Sequence[Totals] | None, sharded: int
@@ -177,7 +187,8 @@ class GroupCosts:
         for g, group in enumerate(plan.groups):
             key: tuple[Any, ...] = ("update", layout.held_keys[g], arrangement.group_numbers[g], g in tied, sharded)
             if shares is not None:
-                key = (*key, layout.number, arrangement.number, g)
+                mine = self.actions.alike.of_group(plan, layout, arrangement, g, shares)
+                key = ("update", mine) if mine else (*key, layout.number, arrangement.number, g)
             if key not in self.known:
                 passes = int(group.replicas > 1 or g in tied)
                 self.known[key] = self._update(plan, layout, arrangement, g, passes, shares)
@@ -205,22 +216,13 @@ class GroupCosts:
         calls = bucketed(sent, "update", BUCKET_BYTES)
         prices = self.actions.communication.of([collective for collective, _ in calls])
         priced = [(row, float(times)) for row, (_, times) in zip(prices, calls, strict=True)]
+        state = layout.state(g, problem.training)
         passes += 3 * (problem.training.gradient_clip_norm is not None)
-        priced.append((moving(passes * layout.states[g].gradients / device.memory_bytes_per_s, device), 1.0))
+        priced.append((moving(passes * state.gradients / device.memory_bytes_per_s, device), 1.0))
         return class_cost(f"{device.name} update", [(amount, device.name)], priced)
 
 
 NOTHING = class_cost("")
-
-
-def _shift(cluster: Cluster, devices: Sequence[int]) -> int:
-    """By how much these may all be moved down without meeting other links; 0 on clusters of several kinds."""
-    if len(cluster.kinds) > 1 or any(level.only is not None for level in cluster.levels):
-        return 0
-    joining = cluster.levels.index(cluster.level_of(devices))
-    block = cluster.levels[joining - 1].size if joining else 1
-    block = lcm(block, *(level.shared_by for level in cluster.levels[: joining + 1]))
-    return min(devices) // block * block
 
 
 def _ranks(plan: Plan, groups: Sequence[int]) -> tuple[int, ...]:
@@ -244,7 +246,13 @@ def _counterparts(here: Replicas, there: Replicas) -> list[Message]:
     return found
 
 
-def _sizes(graph: Graph, values: list[int], parts: dict[int, float], micro_batch: int) -> list[tuple[int, bool, str]]:
-    """See `transfers.loads`."""
-    specs = [(graph.flat.value_spec[value], parts.get(value, 1.0)) for value in values]
-    return [(int(spec.bytes(micro_batch) * part), spec.batched, spec.dtype) for spec, part in specs]
+def _sizes(
+    layout: Layout, e: int, parts: Sequence[float] | None, back: bool, micro_batch: int
+) -> list[tuple[int, bool, str]]:
+    """What an edge carries, see `transfers.loads`."""
+    specs, load = layout.graph.flat.value_spec, layout.loads[e]
+    return [
+        (int(specs[value].bytes(micro_batch) * part), specs[value].batched, specs[value].dtype)
+        for (value, gradient), part in zip(load, parts or (1.0,) * len(load), strict=True)
+        if gradient or not back
+    ]

@@ -10,7 +10,7 @@ import numpy as np
 
 from simpart.errors import MismatchError
 from simpart.graph import Graph
-from simpart.hardware import Device
+from simpart.hardware import Cluster, Device
 from simpart.kernels.split_backward import weight_share
 from simpart.lowering.interning import Interner
 from simpart.lowering.topology import StageEdge
@@ -32,7 +32,8 @@ class Layout:
     `held[g]` the parameters and buffers on group g; `own[s]` the trained parameters that stage s reduces within its
     group; `tied` those that several groups share; `separate[s]` the bytes of a micro-batch's own gradients where they
     are accumulated in another dtype. `holders[s]` are the groups that hold stage s. Keys are equal where what a stage,
-    edge or group costs is."""
+    edge or group costs is: `forms[e]` where what crosses is alike, `borders[s]` where all is that crosses at a stage's
+    ends. `alone[g]`: nothing of what group g holds is held twice, by its stages or by another group."""
 
     number: int
     graph: Graph
@@ -44,16 +45,20 @@ class Layout:
     sent: tuple[tuple[int, ...], ...]
     held: tuple[Ints, ...]
     own: tuple[Ints, ...]
-    own_bytes: tuple[int, ...]
     separate: tuple[int, ...]
     tied: tuple[tuple[tuple[int, ...], Ints], ...]
-    tied_bytes: tuple[int, ...]
     tied_values: frozenset[int]
-    states: tuple[StateBytes, ...]
     stage_numbers: tuple[int, ...]
     stage_keys: tuple[int, ...]
     load_keys: tuple[int, ...]
     held_keys: tuple[int, ...]
+    forms: tuple[int, ...]
+    borders: tuple[int, ...]
+    alone: tuple[bool, ...]
+
+    def state(self, group: int, training: TrainingSpec) -> StateBytes:
+        """Of all that a group holds."""
+        return state_of(self.graph, training, self.held[group].tolist())
 
     def flat_bytes(self, plan: Plan, group: int, training: TrainingSpec) -> int:
         """Bytes of a group's gradients that lie in buffers of their own: those that are reduced or kept in another
@@ -61,7 +66,7 @@ class Layout:
         if plan.groups[group].replicas > 1 or any(
             self.separate[s] for s, held in enumerate(self.holders) if group in held
         ):
-            return self.states[group].gradients
+            return self.state(group, training).gradients
         tied = [v for members, values in self.tied if group in members for v in values.tolist()]
         return state_of(self.graph, training, tied).gradients
 
@@ -80,7 +85,8 @@ Replicas = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Arrangement:
     """Groups of devices with their shares of a micro-batch: the distinct kinds of replica of each, its replicas.
-    `keys[g]` are equal where devices and samples are, `group_numbers[g]` where the devices are."""
+    `keys[g]` are equal where devices and samples are, `group_numbers[g]` where the devices are, `largest[g]` has
+    the largest micro-batch."""
 
     number: int
     groups_number: int
@@ -88,6 +94,7 @@ class Arrangement:
     keys: tuple[int, ...]
     variants: tuple[tuple[Variant, ...], ...]
     first: tuple[Variant, ...]
+    largest: tuple[Variant, ...]
     ends: tuple[Replicas, ...]
     peak_flops_per_s: float
 
@@ -103,6 +110,15 @@ class Layouts:
     stages: dict[tuple[Any, ...], tuple[Ints, tuple[Ints, ...]]] = field(default_factory=dict)
     structures: dict[tuple[Any, ...], int] = field(default_factory=dict)
     sound: set[tuple[Any, ...]] = field(default_factory=set)
+    forms: dict[tuple[Any, ...], int] = field(default_factory=dict)
+
+    def form(self, graph: Graph, load: tuple[tuple[int, bool], ...]) -> int:
+        """Equal for values of equal specs, of which as many have a gradient."""
+        key = (graph.fingerprint, load)
+        if key not in self.forms:
+            specs = graph.flat.value_spec
+            self.forms[key] = self.numbers.of(("form", *((specs[value], gradient) for value, gradient in load)))
+        return self.forms[key]
 
     def of(self, plan: Plan) -> Layout:
         """The plan's layout; raises UserError for a plan that contradicts itself or its graph."""
@@ -115,7 +131,7 @@ class Layouts:
         twice = plan.schedule.kind == "dualpipe"
         key = (plan.graph, stages, plan.skips, twice, number(plan.shardings), number(plan.state))
         if key not in self.known:
-            self.known[key] = _lay_out(self.problem, plan, len(self.known), self.numbers)
+            self.known[key] = _lay_out(self, plan)
         return self.known[key]
 
     def arrangement(self, plan: Plan) -> Arrangement:
@@ -128,8 +144,9 @@ class Layouts:
                 (sizes, tuple(group.replica_devices(r) for r in range(len(sizes))))
                 for group, sizes in zip(plan.groups, plan.batch.sizes, strict=True)
             )
-            used = [cluster.device(d) for group in plan.groups for d in group.devices]
             precision = self.problem.training.precision
+            used = [device for group in plan.groups for device in _devices(cluster, tuple(group.devices))]
+            peaks = {id(device): device.peak(precision) for device in {id(device): device for device in used}.values()}
             variants = tuple(_variants(self.problem, *end) for end in ends)
             self.arranged[key] = Arrangement(
                 number=len(self.arranged),
@@ -138,8 +155,9 @@ class Layouts:
                 keys=tuple(number((n, *end)) for n, end in zip(numbers, ends, strict=True)),
                 variants=variants,
                 first=tuple(found[0] for found in variants),
+                largest=tuple(max(found, key=lambda v: v.micro_batch) for found in variants),
                 ends=ends,
-                peak_flops_per_s=sum(device.peak(precision) for device in used),
+                peak_flops_per_s=sum(peaks[id(device)] for device in used),
             )
         return self.arranged[key]
 
@@ -163,8 +181,8 @@ class Layouts:
         return graph, *self.stages[key]
 
 
-def _lay_out(problem: Problem, plan: Plan, number: int, numbers: Interner) -> Layout:
-    graph = problem.graph
+def _lay_out(layouts: Layouts, plan: Plan) -> Layout:
+    problem, graph = layouts.problem, layouts.problem.graph
     if plan.graph != graph.fingerprint and graph.at_one is not None and plan.graph == graph.at_one.fingerprint:
         graph = graph.at_one
         largest = max(size for sizes in plan.batch.sizes for size in sizes)
@@ -201,15 +219,33 @@ def _lay_out(problem: Problem, plan: Plan, number: int, numbers: Interner) -> La
         if home[edge.source] != home[edge.target]:
             sent[edge.source] |= {value for value, _ in load if made_in[value] == edge.source}
     tied_rows = tuple((members, np.array(found, dtype=np.int64)) for members, found in sorted(tied.items()))
-    training, of = problem.training, numbers.of
+    training, of = problem.training, layouts.numbers.of
     stage_numbers = tuple(of((graph.fingerprint, stage.ops, stage.recompute)) for stage in plan.stages)
     shared = frozenset(v for _, found in tied_rows for v in found.tolist())
     parts = [
         (tuple(sorted(mine)), tuple(sorted(shared.intersection(parameters.tolist())) if shared else ()))
         for mine, parameters in zip(sent, partition.parameters, strict=True)
     ]
+    separate = [_separate(graph, training, p[trained[p]]) for p in partition.parameters]
+    forms = tuple(layouts.form(graph, load) for load in loads)
+    arriving: list[list[tuple[int, bool]]] = [[] for _ in plan.stages]
+    leaving: list[list[tuple[int, bool, bool]]] = [[] for _ in plan.stages]
+    for edge, form in zip(edges, forms, strict=True):
+        remote = home[edge.source] != home[edge.target]
+        leaving[edge.source].append((form, remote, edge.backward))
+        arriving[edge.target].append((form, remote))
+    borders = []
+    for s, (mine, also) in enumerate(parts):
+        form = layouts.form(graph, tuple((value, True) for value in mine))
+        mask = tuple(v in shared for v in partition.parameters[s].tolist()) if also else ()
+        ends = (tuple(arriving[s]), tuple(leaving[s]))
+        borders.append(of(("border", *ends, form, tuple(stage_inputs[s].tolist()), separate[s], mask)))
+    joint = {g for members in tied for g in members} | {g for mine in holders if len(mine) > 1 for g in mine}
+    alone = tuple(
+        g not in joint and held[g].size == sum(values[s].size for s in stages) for g, stages in enumerate(of_group)
+    )
     return Layout(
-        number=number,
+        number=len(layouts.known),
         graph=graph,
         partition=partition,
         holders=holders,
@@ -219,16 +255,16 @@ def _lay_out(problem: Problem, plan: Plan, number: int, numbers: Interner) -> La
         sent=tuple(mine for mine, _ in parts),
         held=held,
         own=tuple(own),
-        own_bytes=tuple(state_of(graph, training, values).gradients for values in own),
-        separate=tuple(_separate(graph, training, p[trained[p]]) for p in partition.parameters),
+        separate=tuple(separate),
         tied=tied_rows,
-        tied_bytes=tuple(state_of(graph, training, found).gradients for _, found in tied_rows),
         tied_values=shared,
-        states=tuple(state_of(graph, training, values) for values in held),
         stage_numbers=stage_numbers,
         stage_keys=tuple(of((n, *part)) for n, part in zip(stage_numbers, parts, strict=True)),
         load_keys=tuple(of((graph.fingerprint, load)) for load in loads),
         held_keys=tuple(of((graph.fingerprint, found.tobytes())) for found in held),
+        forms=forms,
+        borders=tuple(borders),
+        alone=alone,
     )
 
 
@@ -283,9 +319,16 @@ def _variants(problem: Problem, sizes: Sequence[int], devices: Sequence[tuple[in
     """The distinct kinds of a group's replicas."""
     found: dict[Variant, None] = {}
     for size, replica in zip(sizes, devices, strict=True):
-        kinds = {problem.cluster.device(d) for d in replica}
+        kinds = {id(device): device for device in _devices(problem.cluster, replica)}.values()
         found.update(dict.fromkeys(Variant(size, device) for device in sorted(kinds, key=_name)))
     return tuple(found)
+
+
+def _devices(cluster: Cluster, positions: tuple[int, ...]) -> list[Device]:
+    """The device at each of these positions."""
+    if len(cluster.devices) == 1 and max(positions) < cluster.size:
+        return [cluster.devices[0][0]] * len(positions)
+    return [cluster.device(d) for d in positions]
 
 
 def _name(device: Device) -> str:

@@ -2,15 +2,15 @@
 
 A call of a template repeats the one before it where it reads the same from its neighbours and from far away, makes the
 same for them, and holds parameters that rest alike. Where a stage is some first ops, k such calls and the neighbour of
-one more (or the mirror image), everything that is counted in it grows by the same with each call: so it is counted for
-three and four calls and carried on to k.
+one more (or the mirror image), everything that is counted in it grows by the same with each call from the second on: so
+it is counted for up to three calls and carried on to k.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,7 +25,7 @@ from simpart.lowering.sharded import Sent, StageShares, converted_bytes, local_b
 from simpart.memory import state_table, storages_of
 from simpart.placement import Sharding
 from simpart.plan import DeviceGroup, Plan
-from simpart.plan.partition import clonable_ops, partition
+from simpart.plan.partition import clonable_ops, members
 from simpart.sharding.flow import Flow, flow_between
 from simpart.sharding.mesh import mesh_of
 
@@ -33,8 +33,12 @@ __all__ = ["Grown", "Repeats", "Run"]
 
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
-SHORT = 3
-"""Calls of the shorter of the two stages that are counted: a first, a middle and a last one."""
+SHORT = 2
+"""Calls of the shorter of the two stages that others are carried on from: a first and a last one."""
+WORTH = 5
+"""Calls from which on a stage is carried on that begins and ends within other calls, which must be equal to its own:
+others like it may have been followed anywhere."""
+ANY = (0, 1)
 _FAR = 1 << 40
 _OWN = 1 << 41
 
@@ -67,13 +71,14 @@ class Grown(NamedTuple):
 
 class _Words(NamedTuple):
     """Of every call: its number among unlike ones, what it reads of the call before and of the call behind, and its
-    first op and kernel-level value."""
+    first op and kernel-level value. `own[i]` of the first i ops are no clones."""
 
     number: Ints
     before: list[bytes]
     behind: list[bytes]
     ops: Ints
     values: Ints
+    own: Ints
 
 
 class _Counted(NamedTuple):
@@ -102,30 +107,31 @@ class Repeats:
     """Runs of equal calls in the stages of one problem's plans. `least` is the fewest calls for which it is used."""
 
     shares: StageShares
-    least: int = SHORT + 2
+    least: int = 1
     numbers: Interner = field(default_factory=Interner)
     words: dict[tuple[str, int], _Words] = field(default_factory=dict)
     flows: dict[tuple[Any, ...], _Followed] = field(default_factory=dict)
-    counted: dict[tuple[Any, ...], tuple[_Counted, _Counted]] = field(default_factory=dict)
+    counted: dict[tuple[Any, ...], _Counted] = field(default_factory=dict)
 
     def run(self, plan: Plan, graph: Graph, ops: Ints, regions: Sequence[Ints]) -> Run | None:
         """The longest run in a stage with these ops; None where there is none that can be carried on."""
         clonable = clonable_ops(graph)
         own = ops[~clonable[ops]]
         low, high = int(own[0]), int(own[-1]) + 1
-        if int((~clonable[low:high]).sum()) != own.size:
-            return None
         words = self._words(plan, graph)
-        member = np.zeros(len(clonable), dtype=bool)
-        member[ops] = True
-        inside = np.diff(np.concatenate([[0], np.cumsum(member)])[words.ops])
-        whole = inside == np.diff(words.ops)
+        if words.own[high] - words.own[low] != own.size:
+            return None
         calls = graph.flat.op_call
-        start, stop = _longest(words.number, whole, int(calls[low]), int(calls[high - 1]) + 1)
+        start, stop = int(calls[low]), int(calls[high - 1]) + 1
+        ends = words.ops[start : stop + 1]
+        whole = np.diff(np.searchsorted(ops, ends)) == np.diff(ends)
+        start, stop = _longest(words.number[start:stop], whole, start)
         count = stop - start
         if count < self.least:
             return None
         a, b = int(words.ops[start]), int(words.ops[stop])
+        if count < WORTH and (low < a or high > b) and words.own[low] > 0 and words.own[high] < words.own[-1]:
+            return None
         mirrored = high > b
         before, behind = self._joins(graph, words, start, -1), self._joins(graph, words, stop - 1, 1)
         if mirrored and (low < a or not before):
@@ -133,17 +139,19 @@ class Repeats:
         if not mirrored and not behind:
             return None
         others = ops[(ops < a) | (ops >= b)]
-        region = np.full(len(clonable), -1, dtype=np.int64)
-        for r, found in enumerate(regions):
-            region[found] = r
-        pattern = _pattern(region[a:b].reshape(count, -1), regions) if regions else b""
-        if pattern is None:
-            return None
-        elsewhere = np.unique(region[others], return_inverse=True)[1] if regions else np.zeros(0, dtype=np.int64)
+        pattern, elsewhere = b"", b""
+        if regions:
+            region = np.full(len(clonable), -1, dtype=np.int64)
+            for r, found in enumerate(regions):
+                region[found] = r
+            within = _pattern(region[a:b].reshape(count, -1), regions)
+            if within is None:
+                return None
+            pattern, elsewhere = within, np.unique(region[others], return_inverse=True)[1].tobytes()
         place = -1 if mirrored or low < a or before else start
         key = (
             graph.fingerprint, int(words.number[start]), mirrored, others.tobytes(), place, len(regions) > 0, pattern,
-            elsewhere.tobytes(),
+            elsewhere,
         )  # fmt: skip
         return Run(start, count, mirrored, others, key)
 
@@ -154,12 +162,14 @@ class Repeats:
         """What one device does, with collectives of any one group whose axes have this number."""
         number = self.numbers.of
         key = (*run.key, number(sharding), number(plan.state), axes, micro_batch, device.name)
-        if key not in self.counted:
-            self.counted[key] = (
-                self._count(plan, graph, run, SHORT, sharding, micro_batch, device, group, regions, key),
-                self._count(plan, graph, run, SHORT + 1, sharding, micro_batch, device, group, regions, key),
-            )
-        return self._grow(plan, graph, run, micro_batch, device, *self.counted[key])
+        lengths = (SHORT, SHORT + 1) if run.length > SHORT + 1 else (run.length,) * 2
+        for count in lengths:
+            if (count, *key) not in self.counted:
+                self.shares.prices.ask(graph, micro_batch, device, sharding, mesh_of(group.axes))
+                counted = self._count(plan, graph, run, count, sharding, micro_batch, device, group, regions, key)
+                self.counted[count, *key] = counted
+        short, more = (self.counted[count, *key] for count in lengths)
+        return self._grow(plan, graph, run, micro_batch, device, short, more, max(1, run.length - SHORT))
 
     def _count(
         self, plan: Plan, graph: Graph, run: Run, count: int, sharding: Sharding, micro_batch: int, device: Device,
@@ -200,22 +210,18 @@ class Repeats:
         self, plan: Plan, graph: Graph, own: Ints, sharding: Sharding, micro_batch: int, group: DeviceGroup
     ) -> _Followed:
         """Of the stage that holds these ops and their clones."""
-        size, clonable = len(graph.flat.op_class), clonable_ops(graph)
-        stage_of = np.where(np.arange(size) < own[0], 0, np.where(np.arange(size) > own[-1], 2, 1))
-        used = np.unique(stage_of[~clonable])
-        parts = partition(graph, np.searchsorted(used, stage_of), used.size).ops
-        found = flow_between(
-            graph, sharding, mesh_of(group.axes), micro_batch, plan.state, [part.tolist() for part in parts],
-            int(np.searchsorted(used, 1)),
-        )  # fmt: skip
+        places = np.arange(len(graph.flat.op_class))
+        stage_of = np.where(places < own[0], 0, np.where(places > own[-1], 2, 1))
+        parts = [np.flatnonzero(row) for row in members(graph, stage_of, 3)]
+        found = flow_between(graph, sharding, mesh_of(group.axes), micro_batch, plan.state, parts, 1)
         kept, largest = converted_bytes(found)
         sent = _counter(sent_by(found, group, self.shares.problem.cluster))
         return _Followed(found, local_bytes(graph, found), sent, kept, largest)
 
     def _grow(
-        self, plan: Plan, graph: Graph, run: Run, micro_batch: int, device: Device, short: _Counted, more: _Counted
-    ) -> Grown:
-        further = run.length - SHORT
+        self, plan: Plan, graph: Graph, run: Run, micro_batch: int, device: Device, short: _Counted, more: _Counted,
+        further: int,
+    ) -> Grown:  # fmt: skip
         known = self.shares.prices.known[graph.fingerprint, micro_batch, device.name].amounts
         assert known is not None  # the short stages are priced
         totals = []
@@ -230,7 +236,7 @@ class Repeats:
         held = storages_of(graph, micro_batch).bytes.copy()
         if run.others.size:  # they lie where they lay
             held = short.value_bytes.copy()
-        block = short.value_bytes[words.values[short.first + 1] :][:size]
+        block = short.value_bytes[words.values[short.first] :][:size]
         start = int(words.values[run.first])
         held[start : start + size * run.length] = np.tile(block, run.length)
         return Grown(
@@ -312,14 +318,17 @@ def _words(graph: Graph, rests: Ints) -> _Words:
         step, what = steps[i0:i1], read[i0:i1]
         before.append(np.unique(what[step == -1]).tobytes())
         behind.append(np.unique(what[step == 1]).tobytes())
-    return _Words(np.array(number), before, behind, ops, starts)
+    own = np.concatenate([[0], np.cumsum(~clonable_ops(graph))])
+    return _Words(np.array(number), before, behind, ops, starts, own)
 
 
-def _longest(number: Ints, whole: npt.NDArray[np.bool_], low: int, high: int) -> tuple[int, int]:
-    """The longest run of equal numbers among whole calls."""
-    mine = np.where(whole[low:high], number[low:high], -1 - np.arange(high - low))
-    edges = np.concatenate([[0], np.flatnonzero(np.diff(mine)) + 1, [high - low]])
-    best = int(np.argmax(np.diff(edges)))
+def _longest(number: Ints, whole: npt.NDArray[np.bool_], low: int) -> tuple[int, int]:
+    """The longest run of equal numbers among whole calls, these being counted from `low`."""
+    mine = np.where(whole, number, -1 - np.arange(number.size))
+    edges = np.concatenate([[0], np.flatnonzero(np.diff(mine)) + 1, [number.size]])
+    best = int(np.argmax(np.where(mine[edges[:-1]] >= 0, np.diff(edges), 0)))
+    if mine[edges[best]] < 0:
+        return low, low
     return low + int(edges[best]), low + int(edges[best + 1])
 
 
@@ -342,7 +351,10 @@ def _pattern(table: Ints, regions: Sequence[Ints]) -> bytes | None:
 
 
 def _counter(sent: Sequence[Sent]) -> Counter[Sent]:
-    return Counter({x._replace(times=0): x.times for x in sent})
+    """By what is sent along which axis: on which devices is said where a stage is placed."""
+    return Counter(
+        {x._replace(collective=replace(x.collective, ranks=ANY, concurrent=1), times=0): x.times for x in sent}
+    )
 
 
 def _carried(short: Counter[Sent], more: Counter[Sent], further: int) -> tuple[Sent, ...]:

@@ -29,7 +29,7 @@ from simpart.lowering.local_prices import LocalPrices
 from simpart.lowering.transfers import sharing
 from simpart.memory import StateBytes, state_table, storages_of
 from simpart.placement.conversions import collective_of
-from simpart.plan import DeviceGroup, Plan
+from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan
 from simpart.problem import Problem
 from simpart.sharding.flow import Conversion, Flow, flows
 from simpart.sharding.mesh import Axes, Layout, Use, axis_members, local_signature, mesh_of, rest_layout
@@ -54,6 +54,7 @@ __all__ = [
     "only_at",
     "price_kernels",
     "sent_by",
+    "split_axes",
 ]  # fmt: skip
 
 Ints = npt.NDArray[np.int64]
@@ -195,6 +196,20 @@ def is_sharded(plan: Plan) -> bool:
     return bool(plan.shardings or plan.state or any(n > 1 for g in plan.groups for _, n in g.sharding_axes))
 
 
+def split_axes(plan: Plan, group: DeviceGroup) -> tuple[tuple[str, int], ...]:
+    """Axes that decide what a device does: of how many replicas there are, only whether there are several, unless state
+    is split among them."""
+    if REPLICA_AXIS in _state_axes(plan):
+        return group.axes
+    return tuple((name, min(size, 2) if name == REPLICA_AXIS else size) for name, size in group.axes)
+
+
+def _state_axes(plan: Plan) -> set[str]:
+    """Axes on which some state rests in shards."""
+    rests = [rest for _, rest in plan.state]
+    return {name for r in rests for places in (r.parameter, r.gradient, r.optimizer) for name, _ in places}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
     """One device's share of a stage at one micro-batch size. `inputs` and `weights` are the two parts of a split
@@ -238,7 +253,8 @@ class StageShares:
         key = (graph.fingerprint, *shapes, *split, number(group), s, micro_batch, device.name)
         if key not in self.known:
             # Regions that are run again change what a stage costs, not how its values lie.
-            bare = tuple((plan.groups[x.group].axes, x.ops, x.sharding) for x in plan.stages)
+            axes = [split_axes(plan, group) for group in plan.groups]
+            bare = tuple((axes[x.group], x.ops, x.sharding) for x in plan.stages)
             flow_key = (graph.fingerprint, number(bare), *split, micro_batch, s)
             if flow_key not in self.flows:
                 if len(self.flows) >= KEPT_FLOWS:
@@ -316,7 +332,8 @@ _parts: WeakKeyDictionary[Graph, dict[tuple[Any, ...], LocalParts]] = WeakKeyDic
 
 def local_parts(graph: Graph, plan: Plan, group: DeviceGroup) -> LocalParts:
     """What a device of the group keeps of every parameter; worked out once per placement of state and mesh."""
-    axes = mesh_of(group.axes)
+    named = _state_axes(plan)
+    axes = mesh_of([axis for axis in group.axes if axis[0] in named])
     known = _parts.setdefault(graph, {})
     key = (plan.state, axes)
     if key not in known:

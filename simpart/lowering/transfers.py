@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
+from math import lcm
 from typing import NamedTuple
 
 from simpart.cost import Collective, CollectiveTable, CommModel, checked
 from simpart.hardware import Cluster, LinkLevel
 from simpart.lowering.ledger import Priced, priced_rows
 
-__all__ = ["CommPrices", "Load", "Message", "busiest", "loads", "messages", "sharing"]
+__all__ = ["CommPrices", "Load", "Message", "busiest", "loads", "messages", "sharing", "shift_of"]
 
 
 class Message(NamedTuple):
@@ -114,6 +115,16 @@ def sharing(cluster: Cluster, groups: Sequence[tuple[int, ...]]) -> list[int]:
         for block in blocks:
             users[block] += 1
     return [max((users[block] for block in blocks), default=1) for blocks in places]
+
+
+def shift_of(cluster: Cluster, devices: Sequence[int]) -> int:
+    """By how much these may all be moved down without meeting other links; 0 on clusters of several kinds."""
+    if len(cluster.kinds) > 1 or any(level.only is not None for level in cluster.levels):
+        return 0
+    joining = cluster.levels.index(cluster.level_of(devices))
+    block = cluster.levels[joining - 1].size if joining else 1
+    block = lcm(block, *(level.shared_by for level in cluster.levels[: joining + 1]))
+    return min(devices) // block * block
 
 
 def _block(cluster: Cluster, level: LinkLevel, rank: int) -> tuple[str, str | None, int, int]:

@@ -12,7 +12,7 @@ from simpart.errors import UnknownNameError, UserError
 from simpart.graph import Graph
 from simpart.graph.sizes import Size, TensorSpec, size_at
 from simpart.placement import Halo, Partial, Placement, Shard, Sharding, StatePlacement, Strategy
-from simpart.plan import REPLICA_AXIS, DeviceGroup, Plan, kernel_ids
+from simpart.plan import REPLICA_AXIS, Plan, kernel_ids
 
 if TYPE_CHECKING:
     from simpart.plan.partition import Partition
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["check_shardings", "check_state"]
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
+Axes = tuple[tuple[str, int], ...]
 
 
 def check_shardings(plan: Plan, graph: Graph) -> None:
@@ -30,21 +31,22 @@ def check_shardings(plan: Plan, graph: Graph) -> None:
         users = [(s, plan.groups[stage.group]) for s, stage in enumerate(plan.stages) if stage.sharding == name]
         if not users:
             raise UserError(f"sharding {name!r} is used by no stage; name it in a stage or leave it out")
-        batches = sorted({size for _, group in users for size in plan.batch.sizes[plan.groups.index(group)]})
-        fits = (sharding, frozenset(group.axes for _, group in users), tuple(batches))
+        batches = sorted({size for s, _ in users for size in set(plan.batch.sizes[plan.stages[s].group])})
+        meshes: dict[Axes, int] = {}  # of stages on equal ones the first speaks for all
+        for s, group in users:
+            meshes.setdefault(group.sharding_axes, s)
+        fits = (sharding, frozenset(meshes), tuple(batches))
         if fits not in (known := _fitting.setdefault(graph, set())):
-            _check_sharding(name, sharding, graph, users, batches)
+            _check_sharding(name, sharding, graph, [(s, axes) for axes, s in meshes.items()], batches)
             known.add(fits)
 
 
-_fitting: WeakKeyDictionary[Graph, set[tuple[Sharding, frozenset[tuple[tuple[str, int], ...]], tuple[int, ...]]]] = (
-    WeakKeyDictionary()
-)
+_fitting: WeakKeyDictionary[Graph, set[tuple[Sharding, frozenset[Axes], tuple[int, ...]]]] = WeakKeyDictionary()
 """Shardings that were found to fit, on groups of these meshes at these micro-batches."""
 
 
 def _check_sharding(
-    what: str, sharding: Sharding, graph: Graph, users: Sequence[tuple[int, DeviceGroup]], batches: Sequence[int]
+    what: str, sharding: Sharding, graph: Graph, users: Sequence[tuple[int, Axes]], batches: Sequence[int]
 ) -> None:
     class_of = dict(zip(kernel_ids(graph), graph.flat.kernel_class.tolist(), strict=True))
     first: dict[int, str] = {}
@@ -65,8 +67,8 @@ def _check_sharding(
                 )
             if REPLICA_AXIS in dict(strategy.axes):
                 raise UserError(f"kernel {kernel}: axis dp holds replicas, which split no kernel; use another axis")
-            for stage, group in users:
-                _check_axes(f"kernel {kernel}", strategy.axes, group.sharding_axes, f"the group of stage {stage}")
+            for stage, axes in users:
+                _check_axes(f"kernel {kernel}", strategy.axes, axes, f"the group of stage {stage}")
             _check_strategy(
                 kernel, strategy, graph.kernel_class_inputs[cls], graph.kernel_classes[cls].outputs, batches
             )

@@ -13,7 +13,9 @@ from simpart.graph import Graph
 from simpart.plan import Plan, check_shape
 from simpart.plan.check import check_shardings, check_state
 
-__all__ = ["Crossing", "Partition", "check_plan", "clonable_ops", "clone_groups", "partition", "partition_of"]
+__all__ = [
+    "Crossing", "Partition", "check_plan", "clonable_ops", "clone_groups", "members", "partition", "partition_of",
+]  # fmt: skip
 
 Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Bools = np.ndarray[tuple[int], np.dtype[np.bool_]]
@@ -106,11 +108,8 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
         a, b = graph.op_ids[flat.op_group[split[0]]], graph.op_ids[split[0]]
         raise UserError(f"ops {a} and {b} share storage that is changed in place and must be in one stage")
     consumer = np.repeat(np.arange(len(flat.op_class)), np.diff(flat.op_indptr))
-    member: Table = np.zeros((stages, len(flat.op_class)), dtype=np.bool_)
     fixed = np.flatnonzero(~clonable)
-    member[stage_of[fixed], fixed] = True
-    for clones, readers in _clones(graph):  # clones run wherever a reader of one of them runs
-        member[:, clones] = member[:, readers].any(axis=1, keepdims=True)
+    member = members(graph, stage_of, stages)
     loss_op = int(flat.value_op[graph.loss])
     loss_stage = int(stage_of[loss_op])
     producer = flat.value_op[flat.op_inputs]
@@ -133,6 +132,16 @@ def partition(graph: Graph, stage_of: Ints, stages: int) -> Partition:
         ops=tuple(np.flatnonzero(row) for row in member), crossings=crossings, edges=tuple(edges),
         parameters=parameters, shared=shared, loss_stage=loss_stage,
     )  # fmt: skip
+
+
+def members(graph: Graph, stage_of: Ints, stages: int) -> Table:
+    """Which ops run in which stage, clones included: they run wherever a reader of one of them runs."""
+    member: Table = np.zeros((stages, stage_of.size), dtype=np.bool_)
+    fixed = np.flatnonzero(~clonable_ops(graph))
+    member[stage_of[fixed], fixed] = True
+    for clones, readers in _clones(graph):
+        member[:, clones] = member[:, readers].any(axis=1, keepdims=True)
+    return member
 
 
 _clone_readers: WeakKeyDictionary[Graph, list[tuple[Ints, Ints]]] = WeakKeyDictionary()

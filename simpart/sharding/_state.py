@@ -145,11 +145,15 @@ def state_conversions(
                 known = state.source(first + i)
                 assert known is not None  # it is one
                 spots.append(((call.template, i), start + i, first + i, known))
+    rests: dict[int, tuple[Layout, Layout, Layout, Layout]] = {}  # few, of many parameters
     for key, op_value, value, source in spots:
         if value not in layouts:
             continue
         rest = state.rest_of(source)
-        parameter = rest_layout(rest.parameter, axes)
+        if id(rest) not in rests:
+            placed = [rest_layout(places, axes) for places in (rest.parameter, rest.gradient, rest.optimizer)]
+            rests[id(rest)] = placed[0], gathered(placed[0], axes), placed[1], placed[2]
+        parameter, whole, wanted, optimizer = rests[id(rest)]
 
         def add(role: Literal["parameter", "gradient", "update"], phase: Phase, per_step: bool, before: Layout,
                 after: Layout, value: int, kernel: int, words: tuple[str, str], key: object = key) -> None:  # fmt: skip
@@ -160,14 +164,11 @@ def state_conversions(
                 row.kernel_list.append(kernel)
 
         name = f"parameter {source.name}"
-        whole = gathered(parameter, axes)
         if whole != parameter:
             for phase, kernel in readers.of(value):
                 add("parameter", phase, False, parameter, whole, value, kernel, (name, wiring.ids[kernel]))
         if not source.trainable or op_value not in graph.gradients:
             continue
-        optimizer = rest_layout(rest.optimizer, axes)
-        wanted = rest_layout(rest.gradient, axes)
         for gradient in _contributions(graph, graph.gradients[op_value], layouts, uses):
             left = tuple(
                 Partial() if n == REPLICA_AXIS else p for p, (n, _) in zip(layouts[gradient], axes, strict=True)

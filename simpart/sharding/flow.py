@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from simpart.errors import UnsupportedError
 from simpart.graph import Graph, Phase
@@ -29,6 +30,7 @@ __all__ = ["Conversion", "Exchanged", "Flow", "flow", "flow_between", "flows"]
 
 Role = Literal["value", "boundary", "parameter", "gradient", "update"]
 NONE = Strategy(())
+Ints = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,12 +150,12 @@ def flows(
         size = max(plan.batch.sizes[stage.group]) if micro_batches is None else micro_batches[s]
         sharding = shardings[stage.sharding] if stage.sharding is not None else Sharding()
         stages.append(_Stage(graph, sharding, mesh_of(plan.groups[stage.group].axes), size, plan.state))
-    return _follow(graph, stages, [ops.tolist() for ops in partition_of(graph, plan).ops], only)
+    return _follow(graph, stages, list(partition_of(graph, plan).ops), only)
 
 
 def flow_between(
     graph: Graph, sharding: Sharding, axes: Axes, micro_batch: int, state: tuple[tuple[str, StatePlacement], ...],
-    parts: Sequence[list[int]], which: int,
+    parts: Sequence[Ints], which: int,
 ) -> Flow:  # fmt: skip
     """The flow of one of several stages that hold these ops, all split alike on equal meshes."""
     other, mine = (_Stage(graph, sharding, axes, micro_batch, state) for _ in range(2))
@@ -328,25 +330,30 @@ class _Stage:
 
 # --- all stages ------------------------------------------------------------------------------------------------------
 def _follow(
-    graph: Graph, stages: list[_Stage], ops: list[list[int]] | None, only: Collection[int] | None = None
+    graph: Graph, stages: list[_Stage], ops: list[Ints] | None, only: Collection[int] | None = None
 ) -> tuple[Flow, ...]:
     """Values rest as the strategies of their makers leave them, so that a stage can be followed without those that
     send to it; those that read from it are looked at, for what must be reduced before it leaves."""
     wiring = wiring_of(graph)
     followed = frozenset(range(len(stages)) if only is None else only)
-    home = _homes(graph, ops) if ops is not None else []
-    member = [frozenset(held) for held in ops] if ops is not None else []
+    home: Ints = _homes(graph, ops) if ops is not None else np.zeros(0, dtype=np.int64)
+    member = np.zeros((len(stages), len(graph.flat.op_class)), dtype=bool)
+    for s, held in enumerate(ops or ()):
+        member[s, held] = True
     maker_op = graph.flat.kernel_op
-    for phase, call, s, kernels in _regions(graph, wiring, ops):
+    near: Sequence[int] = range(len(graph.calls))
+    if ops is not None and only is not None:
+        near = _near(graph, np.flatnonzero(member[sorted(followed)].any(axis=0)))
+    for phase, call, s, kernels in _regions(graph, wiring, ops, near):
         stage = stages[s]
         region = wiring.region(wiring.calls[call], kernels)
         if s not in followed:
             for ref in region.outside:
                 value = wiring.value(call, ref)
-                source = home[value]
+                source = int(home[value])
                 if source in followed and source != s:
                     kernel = int(graph.flat.kernel_value_kernel[value])
-                    if int(maker_op[kernel]) not in member[s]:
+                    if not member[s, maker_op[kernel]]:
                         _arrive(stages[source], stage, value, followed=True)
             continue
         inputs = []
@@ -356,14 +363,29 @@ def _follow(
             if layout is None:
                 layout = stage.state.layout_of(value)
                 if layout is None:
-                    layout = _arrive(stages[home[value]], stage, value, followed=home[value] in followed)
+                    source = int(home[value])
+                    layout = _arrive(stages[source], stage, value, followed=source in followed)
                 stage.layouts[value] = layout
             inputs.append(layout)
         stage.run(call, region, phase, tuple(inputs))
     return tuple(stages[s].finished() for s in sorted(followed))
 
 
-def _homes(graph: Graph, ops: list[list[int]]) -> list[int]:
+def _near(graph: Graph, held: Ints) -> list[int]:
+    """The calls that hold some of these ops, or read what these make."""
+    flat = graph.flat
+    inside = np.isin(flat.kernel_op, held)
+    maker = flat.kernel_value_kernel[flat.kernel_inputs]
+    reads = np.flatnonzero((maker >= 0) & inside[np.maximum(maker, 0)])
+    reader = np.searchsorted(flat.kernel_indptr, reads, side="right") - 1
+    here = np.zeros(len(graph.calls), dtype=bool)
+    here[flat.op_call[held]] = True
+    here[flat.op_call[flat.kernel_op[reader]]] = True
+    found: list[int] = np.flatnonzero(here).tolist()
+    return found
+
+
+def _homes(graph: Graph, ops: list[Ints]) -> Ints:
     """Stage of each kernel-level value, clones aside: the first that makes it; -1 for sources."""
     flat = graph.flat
     first, last = (np.full(len(flat.op_class), -1, dtype=np.int64) for _ in range(2))
@@ -374,7 +396,7 @@ def _homes(graph: Graph, ops: list[list[int]]) -> list[int]:
     maker = flat.kernel_value_kernel
     op = flat.kernel_op[np.maximum(maker, 0)]
     stage = np.where(flat.kernel_forward[np.maximum(maker, 0)], first[op], last[op])
-    found: list[int] = np.where(maker >= 0, stage, -1).tolist()
+    found: Ints = np.where(maker >= 0, stage, -1)
     return found
 
 
@@ -393,44 +415,48 @@ def _arrive(source: _Stage, target: _Stage, value: int, followed: bool) -> Layou
 
 
 def _regions(
-    graph: Graph, wiring: Wiring, ops: list[list[int]] | None
+    graph: Graph, wiring: Wiring, ops: list[Ints] | None, near: Sequence[int]
 ) -> Iterator[tuple[Phase, int, int, tuple[int, ...]]]:
-    """(phase, call, stage, kernels) in running order: forward by calls, then backward from the last call to the
-    first."""
+    """(phase, call, stage, kernels) of these calls in running order: forward by calls, then backward from the last call
+    to the first."""
     whole: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}
-    for c in graph.calls:
+    for i in near:
+        c = graph.calls[i]
         if not c.omits and c.template not in whole:
             whole[c.template] = wiring.whole(c)
     shares: list[list[tuple[int, tuple[int, ...], tuple[int, ...]]]] = []
     if ops is not None:
-        call_of = graph.flat.op_call.tolist()
-        first_op = [0] * len(graph.calls)
-        for op in range(len(call_of) - 1, -1, -1):
-            first_op[call_of[op]] = op
-        members: list[dict[int, set[int]]] = [{} for _ in graph.calls]
+        call_of = graph.flat.op_call
+        chosen = np.zeros(len(graph.calls), dtype=bool)
+        chosen[list(near)] = True
+        first_op = np.searchsorted(call_of, np.arange(len(graph.calls)))
+        members: dict[int, dict[int, set[int]]] = {i: {} for i in near}
         for s, held in enumerate(ops):
-            for op in held:
-                members[call_of[op]].setdefault(s, set()).add(op - first_op[call_of[op]])
-    for i, call in enumerate(graph.calls):
+            mine = held[chosen[call_of[held]]]
+            at = call_of[mine]
+            for i, local in zip(at.tolist(), (mine - first_op[at]).tolist(), strict=True):
+                members[i].setdefault(s, set()).add(local)
+    for i in near:
+        call = graph.calls[i]
         forward, backward = whole[call.template] if not call.omits else wiring.whole(call)
         if ops is None:
             shares.append([(0, forward, backward)])
             continue
         template, rows = graph.templates[call.template], []
-        for s, mine in sorted(members[i].items()):
-            if len(mine) == len(template.ops):
+        for s, inside in sorted(members[i].items()):
+            if len(inside) == len(template.ops):
                 rows.append((s, forward, backward))
             else:
                 first, second = (
-                    tuple(k for k in part if template.kernels[k].op in mine) for part in (forward, backward)
+                    tuple(k for k in part if template.kernels[k].op in inside) for part in (forward, backward)
                 )
                 rows.append((s, first, second))
         shares.append(rows)
-    for i, rows in enumerate(shares):
+    for i, rows in zip(near, shares, strict=True):
         for s, forward, _ in rows:
             if forward:
                 yield "F", i, s, forward
-    for i in range(len(shares) - 1, -1, -1):
-        for s, _, backward in reversed(shares[i]):
+    for i, rows in zip(reversed(near), reversed(shares), strict=True):
+        for s, _, backward in reversed(rows):
             if backward:
                 yield "B", i, s, backward
