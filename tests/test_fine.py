@@ -588,5 +588,7 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         FineSettings(prefetch=-1)
     with pytest.raises(UserError, match="bucket_bytes must be at least 1"):
         FineSettings(bucket_bytes=0)
-    answer = simpart("plan", GPT, "--cluster", "dgx-a100", "--global-batch", "16", "--prefetch", "2")
+    answer = simpart(
+        "plan", GPT, "--cluster", "dgx-a100", "--global-batch", "16", "--grain", "coarse", "--prefetch", "2"
+    )
     assert answer.status == 2 and "--grain fine" in answer.err and answer.err.count("\n") == 1

@@ -294,6 +294,7 @@ def test_stages_of_unequal_meshes_on_three_processes_equal_one_process(tmp_path:
     files = [
         with_meshes(pipeline, [{"tp": 2}, {"dp": 1}], [[4], [4]]),
         with_meshes(pipeline, [{"dp": 1}, {"tp": 2}], [[4], [4]]),
+        plan_file(GPT, {"dp": 3}, [2, 2, 2], **preset(GPT, 2, 3, zero=3)),  # uneven shards
     ]
     assert_exact(run(tmp_path, files, 3), files)
 

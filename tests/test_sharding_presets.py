@@ -421,6 +421,22 @@ def test_zero_takes_a_dim_that_tensor_parallelism_leaves(zero: int) -> None:
     assert rows["*"].optimizer == (("dp", Shard(0)),)
 
 
+@pytest.mark.parametrize(("replicas", "dim"), [(2, 0), (5, 1), (7, 0)])
+def test_replicas_take_the_longest_dim_where_none_divides_evenly(replicas: int, dim: int) -> None:
+    graph = graph_of(MLP)  # the first weight is 40 × 24, the second 16 × 40
+    name = {2: "fc1.weight", 5: "fc2.weight", 7: "fc1.weight"}[replicas]
+    rows = dict(state_at_rest(graph, {}, 3, replicas))
+    rest = rows.get(name, rows.get("*.weight", rows.get("*")))
+    assert rest is not None and rest.parameter == (("dp", Shard(dim)),)
+
+
+def test_zero_that_divides_nothing_is_refused() -> None:
+    with pytest.raises(
+        UserError, match="zero=2 divides nothing: no parameter has a dim that 1000 replicas could share"
+    ):
+        state_at_rest(graph_of(MLP), {}, 2, 1000)
+
+
 # --- plans -----------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("model", "configuration"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import gcd
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from simpart.sharding._pairs import Lookahead, Pair
 from simpart.sharding.patterns import by_pattern
 from simpart.sharding.pins import Pin, divisors
 from simpart.tdl import splits_following, splits_of
+from simpart.tdl.layout import chunk
 
 __all__ = ["Preset", "context_parallel", "expert_parallel", "state_at_rest", "tensor_parallel"]
 
@@ -218,8 +219,9 @@ def state_at_rest(
 ) -> tuple[tuple[str, StatePlacement], ...]:
     """Where state rests: `parameters` by axis, and what a ZeRO level (0 to 3, 3 is FSDP) divides among replicas.
 
-    Replicas take the first dim that no other axis splits and that they divide; a tensor without one is whole on
-    every replica.
+    Replicas take the first dim that no other axis splits and that they divide, else the longest that gives each of
+    them a part (chunks of one size, the last one smaller); a tensor without one is whole on every replica. Raises
+    UserError where that is so of all.
     """
     if zero not in (0, 1, 2, 3):
         raise UserError(f"zero is 0, 1, 2 or 3, got {zero}")
@@ -228,14 +230,28 @@ def state_at_rest(
         own = tuple((axis, places[value]) for axis, places in parameters.items() if value in places)
         dims = {p.dim for _, p in own if isinstance(p, Shard)}
         shape = source.spec.shape(1)
-        free = [d for d, n in enumerate(shape) if d not in dims and n % replicas == 0 and replicas > 1]
-        split = ((REPLICA_AXIS, Shard(free[0])),) if free and zero else ()
+        dim = _shared_dim(shape, dims, replicas)
+        split = ((REPLICA_AXIS, Shard(dim)),) if dim is not None and zero else ()
         table[value] = StatePlacement(
             parameter=(*(split if zero > 2 else ()), *own),
             gradient=(*(split if zero > 1 else ()), *own),
             optimizer=(*split, *own),
         )
+    if zero and replicas > 1 and not any(axis == REPLICA_AXIS for rest in table.values() for axis, _ in rest.optimizer):
+        longest = max((n for source in graph.parameters.values() for n in source.spec.shape(1)), default=0)
+        raise UserError(
+            f"zero={zero} divides nothing: no parameter has a dim that {replicas} replicas could share (the longest is "
+            f"{longest}); use fewer replicas or zero=0"
+        )
     plain = StatePlacement()
     if plain in table.values():
         return by_pattern(graph, {value: rest for value, rest in table.items() if rest != plain})
     return by_pattern(graph, table, rest=Counter(table.values()).most_common(1)[0][0] if table else None)
+
+
+def _shared_dim(shape: tuple[int, ...], taken: Collection[int], replicas: int) -> int | None:
+    """The dim along which replicas share a tensor; None where there is none, or one replica."""
+    free = [d for d in range(len(shape)) if d not in taken] if replicas > 1 else []
+    even = [d for d in free if shape[d] % replicas == 0]
+    uneven = [d for d in free if chunk(shape[d], replicas, replicas - 1)[1] > 0]
+    return even[0] if even else max(uneven, key=lambda d: shape[d], default=None)
