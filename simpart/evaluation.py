@@ -50,7 +50,7 @@ class Judged:
 def join(parts: Sequence[Judged]) -> Judged:
     """Rows of several; a baseline that one of them lacks is NaN there."""
     if not parts:
-        raise UserError("nothing to evaluate: no row of the data set has a model; see the reasons in `refused`")
+        raise UserError("nothing to evaluate: no row of the data set has a model")
     names = list(dict.fromkeys(name for part in parts for name in part.baselines))
     groups = list(dict.fromkeys(name for part in parts for name in part.groups))
     refused: Counter[str] = Counter()

@@ -59,7 +59,7 @@ def attention(system: str) -> Any:
     flops = 2.0 * frame.batch_size * frame.num_heads * frame.isl**2 * 128
     return frame.assign(
         framework="TRTLLM", version="1.3", device=SYSTEMS[system], op_name="context_attention", kernel_source="flow",
-        num_key_value_heads=8, head_dim=128, beam_width=1, attn_dtype="bfloat16", kv_cache_dtype="fp8", step=0,
+        num_key_value_heads=8, head_dim=128, beam_width=1, attn_dtype="bfloat16", kv_cache_dtype="bfloat16", step=0,
         window_size=0, latency=8e-3 + 1e3 * flops / (0.5 * RATES[system][0]),
     )  # fmt: skip
 

@@ -136,5 +136,5 @@ def test_mistakes_are_told_in_one_line(
 
 def test_a_table_of_another_kind_is_refused_with_what_is_missing(tmp_path: Path) -> None:
     (tmp_path / "x.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(FormatError, match=r"is of no known kind; missing columns are, experts: .*products: "):
+    with pytest.raises(FormatError, match=r"is of no known kind; missing columns are, by kind, experts: .*products: "):
         CliRunner().invoke(evaluate, [str(tmp_path / "x.csv")], catch_exceptions=False)

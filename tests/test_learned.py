@@ -15,10 +15,11 @@ import pytest
 
 from simpart.cost import PROVENANCES, Signature, SignatureTable, TensorForm
 from simpart.costmodels.learned import Learned, shipped_models
-from simpart.costmodels.learned._adapters import device_named, import_frame
+from simpart.costmodels.learned._adapters import device_named, import_frame, read_frame
 from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_models
 from simpart.costmodels.learned._attention import attention_flops
 from simpart.costmodels.learned._boost import Boost, fit_boost
+from simpart.costmodels.learned._evaluating import judge_import
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._fitting import fit_constants
 from simpart.costmodels.learned._records import import_kernels, overheads_of_trace, read_trace
@@ -26,7 +27,7 @@ from simpart.costmodels.learned._sheet import distance, sheet_of
 from simpart.costmodels.learned._signatures import question_of
 from simpart.costmodels.learned._training import fit_family, train
 from simpart.costmodels.roofline import physical_bound_s
-from simpart.errors import FormatError
+from simpart.errors import FormatError, UserError
 from simpart.hardware import Device, load_device
 from tests.test_cli import simpart
 
@@ -178,8 +179,53 @@ def test_a_group_in_another_unit_is_found() -> None:
     assert import_frame(table).refused == {"unit_mistake": 60}
 
 
+def test_single_rows_in_another_unit_are_found() -> None:
+    table = frame({"a100_sxm": 2.0, "h100_sxm": 2.0}, 100)
+    table.loc[table.index % 10 == 0, "latency_ms"] *= 1000
+    assert import_frame(table).refused == {"unit_mistake": 20}
+
+
+def test_latencies_in_two_units_must_agree() -> None:
+    table = frame({"a100_sxm": 2.0}, 40)
+    table = table.assign(latency_us=1000 * table.latency_ms)
+    table.loc[:4, "latency_us"] /= 1000
+    table.loc[5:9, "latency_ms"] = float("nan")
+    found = import_frame(table)
+    assert (found.refused, len(found.tables[0])) == ({"unusable": 5}, 35)
+
+
+@pytest.mark.parametrize("device", ["device", "gpu"])
+@pytest.mark.parametrize(("unit", "per_ms"), [("latency_us", 1e3), ("latency_s", 1e-3)])
+def test_device_and_latency_may_have_other_names(device: str, unit: str, per_ms: float) -> None:
+    table = frame({"a100_sxm": 2.0}, 20)
+    other = table.rename(columns={"system": device, "latency_ms": unit})
+    other[unit] *= per_ms
+    found = import_frame(other).tables[0]
+    np.testing.assert_allclose(found.latency_s, import_frame(table).tables[0].latency_s)
+    assert found.devices() == ["A100-SXM-80GB"]
+
+
+def test_data_do_not_say_which_files_are_opened(tmp_path: Path) -> None:
+    (tmp_path / "own.yaml").write_text((SHIPPED.parents[2] / "hardware_profiles" / "devices" / "l40s.yaml").read_text())
+    assert device_named("L40S") == "L40S"
+    assert device_named(str(tmp_path / "own.yaml")) is None
+
+
+def test_a_file_without_a_usable_row_says_why() -> None:
+    table = frame({"a100_sxm": 2.0}, 10).assign(latency_ms=0.0)
+    with pytest.raises(UserError, match=r"all 10 rows were left out \(10 unusable\)"):
+        judge_import(import_frame(table), {}, "shipped")
+
+
+def test_other_separators_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    frame({"a100_sxm": 2.0}, 10).to_csv(path, sep=";")
+    with pytest.raises(FormatError, match="separated by ';'"):
+        read_frame(path)
+
+
 def test_missing_columns_are_named() -> None:
-    with pytest.raises(FormatError, match=r"experts: .*products: latency_ms"):
+    with pytest.raises(FormatError, match=r"by kind, products: latency_ms; .*experts: "):
         import_frame(frame({"a100_sxm": 2.0}, 3).drop(columns="latency_ms"), "x.csv")
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from simpart.hardware import load_device
 if TYPE_CHECKING:
     import pandas as pd
 
-__all__ = ["KINDS", "device_named", "import_frame", "read_frame", "read_measurements"]
+__all__ = ["KINDS", "device_named", "import_frame", "latencies_s", "read_frame", "read_measurements"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 
@@ -46,8 +47,11 @@ def device_named(spelling: str) -> str | None:
     >>> device_named("h100_sxm (p5)")
     'H100-SXM-80GB'
     """
+    name = _REMARK.sub("", spelling).strip()
+    if "/" in name or os.sep in name or name.endswith((".yaml", ".yml")):
+        return None  # data may not say which files are opened
     try:
-        return load_device(_REMARK.sub("", spelling).strip()).name
+        return load_device(name).name
     except UserError:
         return None
 
@@ -65,6 +69,8 @@ def read_frame(path: Path | str) -> pd.DataFrame:
         raise FormatError(f"cannot read {path} as a table: {' '.join(str(error).split())[:200]}") from error
     if not len(frame):
         raise FormatError(f"{path} has no rows")
+    if len(frame.columns) == 1 and (found := re.search(r"[;\t|]", str(frame.columns[0]))):
+        raise FormatError(f"{path} has columns separated by {found[0]!r}; write them with commas")
     return frame
 
 
@@ -80,8 +86,9 @@ def import_frame(frame: pd.DataFrame, name: str = "table") -> Imported:
     columns = set(frame.columns)
     found = [kind for kind in KINDS if kind.columns <= columns and kind.accepts(frame)]
     if not found:
-        need = "; ".join(f"{k.name}: {', '.join(sorted(k.columns - columns)) or 'other ops'}" for k in KINDS)
-        raise FormatError(f"{name} is of no known kind; missing columns are, {need}")
+        nearest_first = sorted(KINDS, key=lambda k: len(k.columns - columns) / len(k.columns))
+        need = "; ".join(f"{k.name}: {', '.join(sorted(k.columns - columns)) or 'other ops'}" for k in nearest_first)
+        raise FormatError(f"{name} is of no known kind; missing columns are, by kind, {need}")
     kind = found[0]
     refused: Counter[str] = Counter()
     tables = []
@@ -100,11 +107,17 @@ def import_frame(frame: pd.DataFrame, name: str = "table") -> Imported:
 
 
 def _renamed(frame: pd.DataFrame) -> pd.DataFrame:
-    """Tables as they lie in the package aiconfigurator-core, with the column names of the shared data files."""
-    if "latency" not in frame.columns or "framework" not in frame.columns:
-        return frame
-    frame = frame.rename(columns={old: new for old, new in _PACKAGE_NAMES.items() if new not in frame.columns})
-    return frame if "source" in frame.columns else frame.assign(source="aiconfigurator-core")
+    """Tables as they lie in the package aiconfigurator-core, or with other names of device and latency, with the column
+    names of the shared data files."""
+    if "latency" in frame.columns and "framework" in frame.columns:
+        frame = frame.rename(columns={old: new for old, new in _PACKAGE_NAMES.items() if new not in frame.columns})
+        frame = frame if "source" in frame.columns else frame.assign(source="aiconfigurator-core")
+    device = next((name for name in ("system", "device", "gpu") if name in frame.columns), "system")
+    frame = frame if device == "system" else frame.rename(columns={device: "system"})
+    if "latency_ms" not in frame.columns and frame.columns.isin(["latency_us", "latency_s"]).any():
+        milliseconds = 1e3 * latencies_s(frame)
+        frame = frame.drop(columns=["latency_us", "latency_s"], errors="ignore").assign(latency_ms=milliseconds)
+    return frame
 
 
 _PACKAGE_NAMES = {
@@ -121,16 +134,10 @@ def cleaned(table: Measurements) -> tuple[Measurements, dict[str, int]]:
     rows = None
     if stand_in is not None:
         names = np.array([n if n in sheets else stand_in for n in table.device.tolist()], dtype=object)
-        rows = rows_of(_with_devices(table, names), sheets)
+        rows = rows_of(replace(table, device=names), sheets)
     verdict = judge(table, sheets, rows)
     counts = Counter(v for v in verdict.tolist() if v)
     return table.at(verdict == ""), dict(counts)
-
-
-def _with_devices(table: Measurements, names: Any) -> Measurements:
-    from dataclasses import replace
-
-    return replace(table, device=names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,12 +170,19 @@ def _number(frame: pd.DataFrame, column: str, default: float | None = None) -> F
     return values if default is None else np.where(np.isnan(values), default, values)
 
 
-def _latency(frame: pd.DataFrame) -> Floats:
-    """Seconds from whichever column there is; the unit stands in its name."""
-    for column, scale in (("latency_ms", 1e-3), ("median_ms", 1e-3), ("latency_us", 1e-6), ("latency_s", 1.0)):
-        if column in frame.columns:
-            return _number(frame, column) * scale
-    raise FormatError("no latency column; one of latency_ms, latency_us, latency_s, median_ms is needed")
+def latencies_s(frame: pd.DataFrame) -> Floats:
+    """Seconds from whichever columns there are; the unit stands in their names. NaN where two of them disagree."""
+    units = (("latency_ms", 1e-3), ("latency_us", 1e-6), ("latency_s", 1.0))
+    stated = [_number(frame, column) * scale for column, scale in units if column in frame.columns]
+    if not stated and "median_ms" in frame.columns:
+        stated = [_number(frame, "median_ms") * 1e-3]
+    if not stated:
+        raise FormatError("no latency column; one of latency_ms, latency_us, latency_s, median_ms is needed")
+    found, *others = stated
+    for other in others:
+        agrees = np.isnan(other) | np.isclose(found, other, rtol=0.01, atol=0.0)
+        found = np.where(np.isnan(found), other, np.where(agrees, found, np.nan))
+    return found
 
 
 def _table(
@@ -176,7 +190,7 @@ def _table(
 ) -> Measurements:
     """Rows of a frame (`rows` are their positions) with dims as arrays over these rows or single numbers."""
     part = frame.iloc[rows]
-    spelled = _text(part, "system" if "system" in part.columns else "device" if "device" in part.columns else "gpu")
+    spelled = _text(part, "system")
     names = {s: device_named(s) or f"?{s}" for s in set(spelled.tolist())}
     if software is None:
         software = _software(part)
@@ -192,7 +206,7 @@ def _table(
         source=_text(part, "source"),
         split=_text(part, "split"),
         dims={k: np.broadcast_to(np.asarray(v, dtype=np.float64), (count,)).copy() for k, v in dims.items()},
-        latency_s=_latency(part),
+        latency_s=latencies_s(part),
         row=np.asarray(rows, dtype=np.float64),
     )
 

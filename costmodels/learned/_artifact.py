@@ -73,8 +73,12 @@ def save_models(path: Path | str, models: Mapping[str, FamilyModel]) -> None:
 def load_models(path: Path | str = SHIPPED) -> dict[str, FamilyModel]:
     """Models by family. Raises FormatError in one line when the file is missing, corrupt, of another kind or newer."""
     try:
+        if not zipfile.is_zipfile(path) and Path(path).is_file():
+            raise FormatError(f"{path} is not a file of fitted models, or cut short; run simpart fit")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
+    except FormatError:
+        raise
     except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile) as error:
         raise FormatError(
             f"cannot read {path} as fitted models ({' '.join(str(error).split())}); run simpart fit"

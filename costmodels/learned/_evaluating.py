@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from simpart.costmodels.learned._measurements import Imported, Measurements, con
 from simpart.costmodels.learned._model import FamilyModel
 from simpart.costmodels.learned._sheet import Sheet, distance, sheet_of
 from simpart.costmodels.learned._training import fit_family, without_slow
-from simpart.errors import UnknownNameError
+from simpart.errors import UnknownNameError, UserError
 from simpart.evaluation import Judged, join, size_classes
 from simpart.hardware import load_device
 
@@ -26,6 +27,7 @@ Progress = Callable[[str], None]
 SPLITS = (
     "shipped", "leave-one-device-out", "leave-one-generation-out", "leave-one-source-out", "published", "random",
 )  # fmt: skip
+_LEAST_ROWS = 30
 
 
 def judge_import(
@@ -49,11 +51,16 @@ def judge_import(
         progress(f"judging {len(table)} rows of {table.family}")
         beside = known.get(table.family, table.at(np.zeros(0, dtype=np.int64)) if reference else None)
         parts.append(judge_table(table, models, split, floors=floors, progress=progress, reference=beside))
+    if not parts:
+        counts = ", ".join(f"{count} {reason}" for reason, count in found.refused.items())
+        raise UserError(f"nothing to evaluate: all {found.rows} rows were left out ({counts})")
     judged = join(parts)
-    return Judged(
-        measured_s=judged.measured_s, predicted_s=judged.predicted_s, log_sd=judged.log_sd, groups=judged.groups,
-        baselines=judged.baselines, refused=dict(found.refused),
-    )  # fmt: skip
+    if split != "shipped" and not np.isfinite(judged.predicted_s).any():
+        raise UserError(
+            f"split {split} leaves fewer than {_LEAST_ROWS} rows of any family to learn from; use more devices or "
+            f"sources, or another split"
+        )
+    return replace(judged, refused=dict(found.refused))
 
 
 def judge_table(
@@ -76,7 +83,7 @@ def judge_table(
     for label, left_out, kept in _parts(table, split):
         if split == "shipped":
             model = models.get(table.family)
-        elif len(learn := without_slow(table.at(kept & may_learn))) < 30:
+        elif len(learn := without_slow(table.at(kept & may_learn))) < _LEAST_ROWS:
             model = None
         else:
             model = fit_family(learn, progress=lambda text, label=label: progress(f"{split} {label}, {text}"))  # type: ignore[misc]
@@ -185,6 +192,4 @@ def _ratio(
 
 
 def _without_floor(sheet: Sheet) -> Sheet:
-    from dataclasses import replace
-
     return replace(sheet, floor_s=np.array([np.nan]))

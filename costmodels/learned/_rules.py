@@ -1,11 +1,13 @@
 """Cleaning rules: which measured rows are not believed, and why. Written down before any fit; applied on import.
 
-    unusable        latency missing, zero, negative or not finite; a dim missing or not positive
+    unusable        latency missing, zero, negative or not finite, or stated in two units that disagree; a dim missing
+                    or not positive
     unknown_device  no device file has this spelling
     beyond_peak     faster than the device's peak rate for the dtype
     warm_cache      faster than its inputs and outputs move at the full memory bandwidth: they were in L2
     duplicate       the same measurement twice (device, software, op, dims and latency equal)
-    unit_mistake    a whole (device, software) group lies 300 times or more off its neighbours' median: another unit
+    unit_mistake    a whole (device, software) group lies 300 times or more off its neighbours' median, or a row's
+                    share of its bound and 5 us lies 500 times off that of the median row of its file: another unit
     resolution      shorter than eight steps of the timer of its source (operators timed to 1 µs)
 
 and of the tables inside aiconfigurator-core (`_package.py`), before these:
@@ -37,6 +39,8 @@ TIMER_STEP_S: Mapping[str, float] = {"vidur": 1e-6}
 _TOLERANCE = 1.02
 _STEPS = 8
 _UNIT_FACTOR = 300.0
+_ROW_UNIT_FACTOR = 500.0  # believed rows reach 230: grouped products of few tokens
+_SHORTEST_S = 5e-6
 
 
 def judge(table: Measurements, sheets: Mapping[str, Sheet], rows: Rows | None) -> Verdicts:
@@ -55,9 +59,12 @@ def judge(table: Measurements, sheets: Mapping[str, Sheet], rows: Rows | None) -
         family = FAMILY_MODELS[table.family]
         with np.errstate(all="ignore"):
             mark(family.arithmetic_s(rows) > _TOLERANCE * table.latency_s * _slack(table.family), "beyond_peak")
-            mark(family.bound_s(rows) > _TOLERANCE * table.latency_s, "warm_cache")
+            bound = family.bound_s(rows)
+            mark(bound > _TOLERANCE * table.latency_s, "warm_cache")
     mark(_repeated(table), "duplicate")
     mark(_other_unit(table, verdict == ""), "unit_mistake")
+    if rows is not None:
+        mark(_row_in_other_unit(table.latency_s / (bound + _SHORTEST_S), verdict == ""), "unit_mistake")
     steps = np.array([TIMER_STEP_S.get(source, 0.0) for source in table.source.tolist()])
     mark(table.latency_s < _STEPS * steps, "resolution")
     return verdict
@@ -97,4 +104,15 @@ def _other_unit(
     for code, value in medians.items():
         if not 1 / _UNIT_FACTOR < value / middle < _UNIT_FACTOR:
             broken |= groups == code
+    return broken
+
+
+def _row_in_other_unit(
+    excess: np.ndarray[tuple[int], np.dtype[np.float64]], good: np.ndarray[tuple[int], np.dtype[np.bool_]]
+) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
+    """Rows whose excess over the least time lies far off that of the median row."""
+    broken = np.zeros(len(excess), dtype=bool)
+    if good.any():
+        off = excess[good] / np.median(excess[good])
+        broken[good] = (off < 1 / _ROW_UNIT_FACTOR) | (off > _ROW_UNIT_FACTOR)
     return broken

@@ -115,6 +115,8 @@ def judge_records(
         parts.append(
             _judged(with_floors(test) if floors else test, fit(left_in), left_in, refused if not parts else {})
         )
+    if not parts:
+        raise UserError(f"split {split} leaves nothing to learn from; use more devices or sources, or another split")
     return join(parts)
 
 

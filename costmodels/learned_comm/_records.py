@@ -1,8 +1,8 @@
 """Measured collectives in one form, and the adapter into it from a table in the format of published data sets.
 
-Columns: `op`, `size_bytes` (as nccl-tests count them), `num_gpus`, `latency_us`, `interconnect` and `gpu` or `device`
-or `system`; optional `nodes`, `dtype`, `kernel`, `lib`, `source`, `quality`, `latency_floor_us` (measured time of the
-smallest all-reduce of two devices).
+Columns: `op`, `size_bytes` (as nccl-tests count them), `num_gpus`, `latency_us` (or `latency_ms`, `latency_s`; several
+must agree), `interconnect` and `gpu` or `device` or `system`; optional `nodes`, `dtype`, `kernel`, `lib`, `source`,
+`quality`, `latency_floor_us` (measured time of the smallest all-reduce of two devices).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from simpart.cost import Collective, CollectiveTable
 from simpart.costmodels.alpha_beta import AlphaBeta
-from simpart.costmodels.learned._adapters import device_named
+from simpart.costmodels.learned._adapters import device_named, latencies_s
 from simpart.costmodels.learned._measurements import row_codes
 from simpart.costmodels.learned_comm._interconnects import FABRICS, Interconnect, interconnect_of
 from simpart.costmodels.learned_comm._situation import (
@@ -37,6 +37,7 @@ Ints = np.ndarray[tuple[int], np.dtype[np.int64]]
 Names = np.ndarray[tuple[int], np.dtype[np.object_]]
 
 REQUIRED = ("op", "size_bytes", "num_gpus", "latency_us", "interconnect")
+_LATENCIES = ("latency_us", "latency_ms", "latency_s")
 _DEVICE_COLUMNS = ("gpu", "device", "system")
 _OPS = {"allreduce": "all_reduce", "allgather": "all_gather", "reducescatter": "reduce_scatter",
         "alltoall": "all_to_all", "sendrecv": "p2p", "send_recv": "p2p", "sendreceive": "p2p"}  # fmt: skip
@@ -93,7 +94,7 @@ class Records:
 def is_collectives(columns: Any) -> bool:
     """Whether a table with these columns is one of collectives."""
     names = set(columns)
-    return {"op", "size_bytes", "num_gpus", "latency_us"} <= names
+    return {"op", "size_bytes", "num_gpus"} <= names and not names.isdisjoint(_LATENCIES)
 
 
 def joined(tables: Sequence[Records]) -> Records:
@@ -107,6 +108,8 @@ def joined(tables: Sequence[Records]) -> Records:
 
 def read_records(frame: pd.DataFrame, name: str = "table") -> Records:
     """Every row of a table, with the reason where it cannot be used; raises FormatError for missing columns."""
+    if not {"latency_ms", "latency_s"}.isdisjoint(frame.columns):
+        frame = frame.assign(latency_us=1e6 * latencies_s(frame))
     missing = [column for column in REQUIRED if column not in frame.columns]
     if not any(column in frame.columns for column in _DEVICE_COLUMNS):
         missing.append(" or ".join(_DEVICE_COLUMNS))

@@ -1,7 +1,7 @@
 """Rules by which measured collectives are left out, written down before any fit; each row is counted under the first.
 
-* the reasons of the adapter: unusable (no positive latency, size or two ranks), unknown_op, unknown_device,
-  unknown_interconnect, uneven_hosts, network_not_stated
+* the reasons of the adapter: unusable (no positive latency, size or two ranks; latencies in two units disagree),
+  unknown_op, unknown_device, unknown_interconnect, uneven_hosts, network_not_stated
 * duplicate: marked as a copy of another version, or equal in everything to an earlier row
 * faster_than_link: quicker than its bytes at the full rate of the links, where the switch reduces by that bound
 * unit_mistake: a system whose median time is UNIT_FACTOR times off what its bytes and 10 us make plausible

@@ -16,7 +16,7 @@ from simpart.errors import FormatError, UnknownNameError, UserError
 __all__ = ["DATA_SETS", "evaluate"]
 
 DATA_SETS: tuple[tuple[str, frozenset[str], str], ...] = (
-    ("collectives", frozenset({"num_gpus", "size_bytes", "latency_us"}), "simpart.costmodels.learned_comm:evaluate"),
+    ("collectives", frozenset({"num_gpus", "size_bytes"}), "simpart.costmodels.learned_comm:evaluate"),
     ("ops", frozenset(), "simpart.costmodels.learned._command:evaluate"),
 )
 """(kind, columns that tell it, `module:function`); the function takes (frame, name, split, floors, models, progress)
@@ -154,20 +154,9 @@ class _Progress:
 
 
 def _read(path: Path) -> Any:
-    try:
-        import pandas as pd
-    except ImportError as error:
-        raise UserError("reading data sets needs pandas and pyarrow; install simpart[data]") from error
     if path.suffix in (".log", ".txt"):
-        module: Any = importlib.import_module("simpart.costmodels.learned_comm._nccl_tests")
-        return module.read_log(path)
-    try:
-        frame = pd.read_parquet(path) if path.suffix == ".parquet" else pd.read_csv(path, low_memory=False)
-    except Exception as error:  # pandas and pyarrow raise a dozen kinds, none of them ours
-        raise FormatError(f"cannot read {path} as a table: {' '.join(str(error).split())[:200]}") from error
-    if not len(frame):
-        raise FormatError(f"{path} has no rows")
-    return frame
+        return importlib.import_module("simpart.costmodels.learned_comm._nccl_tests").read_log(path)
+    return importlib.import_module("simpart.costmodels.learned._adapters").read_frame(path)
 
 
 def _write_rows(judged: Any, path: Path) -> None:
