@@ -442,7 +442,7 @@ LIMITS = """## What limits these figures, and what was tried
   by 30 % in place of 9.5, batched ones P100 by 15.3 in place of 11.1; hence "no worse on any kind" and "than everything
   without it". So no table above has it, and its figures are those of the fixed shares but where trees count full
   (convolutions; fp32 memory on P100). With two kinds left after holding one out there is nothing to choose by: fp8 on
-  B200, 20.5 %, would be 15.0 with the net alone, full attention 12.4 in place of 17.2. Fitted on all devices, fp8
+  B200, 20.5 %, would be 15.0 with the net alone. Fitted on all devices, fp8
   products drop the ratio (held-out mean 22.4 to 17.4 %), fp8 attention has the core alone (29.9 to 21.8), and only
   block-scaled fp8 takes the net (143 to 80).
 * **fp32 products: one figure for what holds a device back, or none.** Of their sustained peak (the rule of power per
@@ -498,7 +498,7 @@ LIMITS = """## What limits these figures, and what was tried
 * **Kernels that read a row more than once** (softmax three times, layer norm twice) do so from L2 if the rows under way
   fit there: softmax reaches 0.8 of A100's bandwidth up to rows of 32 KB and 0.45 at 64 KB; V100, P100 and T4 pay for
   wide rows in the same way, earlier. With that, how a row fills the turns of its block, and host time that adds to a
-  kernel's rather than hides it: published split 6.3 to 4.6 %, devices left out 12.1 to 9.9.
+  kernel's rather than hides it: published split 6.3 to 4.6 %, devices left out 12.1 to 10.2.
 * **The share of its bandwidth that a device reaches is on no data sheet**: plain elementwise kernels reach 0.92 on
   V100, 0.87 on both A100, 0.74 on P100 and T4. Bandwidth per multiprocessor and clock, L2, stacked or not and error
   correction don't order them; V100 left out is told 19 % too slow by what the others reach.

@@ -10,7 +10,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from simpart.configure import Configuration, configure, equal_layers, layer_calls, recompute_regions, split_batch
+from simpart.configure import (
+    Configuration,
+    attention_regions,
+    configure,
+    equal_layers,
+    layer_calls,
+    recompute_regions,
+    split_batch,
+)
 from simpart.errors import UserError
 from simpart.hardware import load_cluster
 from simpart.plan.partition import check_plan, clonable_ops
@@ -163,3 +171,12 @@ def test_what_writes_buffers_or_is_the_loss_is_not_recomputed() -> None:
     again = np.concatenate([region.indices(graph) for region in regions])
     classes = [graph.op_classes[c] for c in graph.flat.op_class[again].tolist()]
     assert not any(op.mutates_buffer or "cross_entropy" in op.target for op in classes)
+
+
+@pytest.mark.parametrize("eager", ["false", "true"])
+def test_selective_recomputation_is_of_the_modules_that_hold_an_attention(eager: str) -> None:
+    """One kernel, or a softmax between two products."""
+    graph = graph_of(f"gpt:layers=6,hidden=16,heads=2,seq=8,vocab=32,eager={eager}")
+    regions = attention_regions(graph, np.arange(len(graph.op_ids)))
+    names = [{graph.op_ids[i].partition("/")[0] for i in region.indices(graph)} for region in regions]
+    assert names == [{f"h.{i}.attn", f"h.{i}.attn.qkv", f"h.{i}.attn.proj"} for i in range(6)]

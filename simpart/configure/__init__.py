@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import heapq
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isqrt, prod
 from weakref import WeakKeyDictionary
@@ -11,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from simpart.errors import ScheduleError, UnknownNameError, UserError
-from simpart.graph import Graph
+from simpart.graph import Graph, Op
 from simpart.placement import Sharding
 from simpart.plan import Batch, DeviceGroup, Devices, OpSet, Plan, Stage
 from simpart.plan.partition import clonable_ops
@@ -330,12 +332,20 @@ def attention_regions(graph: Graph, ops: Ints) -> tuple[OpSet, ...]:
     for call in layers:
         inside = np.flatnonzero(flat.op_call == call)
         classes = [graph.op_classes[c] for c in flat.op_class[inside]]
-        for path in dict.fromkeys(op.path for op in classes if op.kind == "attention"):
+        for path in _attention_paths(classes):
             mine = [i for i, op in enumerate(classes) if op.path == path or op.path.startswith(f"{path}.")]
             found.append((call, inside[mine[0] : mine[-1] + 1]))
     if not found:
         raise UserError("selective recomputation is of the attention in repeated layers, this model has none; use full")
     return tuple(OpSet.of(graph, region) for call, region in found if whole[call])
+
+
+def _attention_paths(classes: Sequence[Op]) -> list[str]:
+    """Modules of a layer that hold an attention: one kernel, or a softmax between two products."""
+    kinds: dict[str, Counter[str]] = {}
+    for op in classes:
+        kinds.setdefault(op.path, Counter())[op.kind] += 1
+    return [path for path, n in kinds.items() if n["attention"] or (n["softmax"] and n["matmul"] > 1)]
 
 
 def _divisors(n: int) -> str:
