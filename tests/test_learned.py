@@ -259,6 +259,44 @@ def test_a_profiler_trace_becomes_measurements(tmp_path: Path) -> None:
         read_trace(path)
 
 
+def traced(path: Path, name: str, shapes: object, microseconds: object, concrete: object = None) -> Any:
+    """What is imported of a trace with one op of bfloat16 tensors and one kernel."""
+    kinds = ["c10::BFloat16"] * (len(shapes) if isinstance(shapes, list) else 1)
+    arguments = {"External id": 1, "Input Dims": shapes, "Input type": kinds, "Concrete Inputs": concrete}
+    events = [
+        7, {"cat": "kernel", "args": None}, {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": "x"},
+        {"cat": "cpu_op", "name": name, "args": arguments},
+        {"cat": "kernel", "dur": microseconds, "args": {"External id": 1}},
+    ]  # fmt: skip
+    path.write_text(json.dumps({"deviceProperties": [{"name": "NVIDIA A100-SXM4-80GB"}], "traceEvents": events}))
+    assert overheads_of_trace(path) == {}
+    return read_trace(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "shapes", "microseconds"),
+    [("aten::mm", "x", 5.0), ("aten::mm", [[4, 4], [4, 4]], "x"), ("aten::mm", [[4, 4], [4, 4]], -3.0),
+     ("aten::mm", [[2**62, 2**62]] * 2, 5.0), ("aten::mm", [[-4, 4], [4, 4]], 5.0), ("aten::addmm", [[5]] * 3, 5.0),
+     ("aten::add", [[3], [4]], 5.0), ("aten::convolution", [[1, 3, 8, 8], [4, 3, 3, 3]], 50.0),
+     ("aten::_scaled_dot_product_flash_attention", [[1, 8, 512, 64]] * 3, 50.0)],
+)  # fmt: skip
+def test_what_a_trace_does_not_say_is_left_out(name: str, shapes: object, microseconds: object, tmp_path: Path) -> None:
+    assert traced(tmp_path / "trace.json", name, shapes, microseconds).tables == ()
+
+
+@pytest.mark.parametrize(("causal", "family"), [("True", "attention16"), ("False", "attention16full")])
+def test_attention_of_a_trace_is_causal_where_it_says_so(causal: str, family: str, tmp_path: Path) -> None:
+    heads_first = ["", "", "", "0.", causal, "False", ""]
+    op = "aten::_scaled_dot_product_flash_attention"
+    (one,) = traced(tmp_path / "trace.json", op, [[2, 8, 512, 64]] * 3, 90.0, heads_first).tables
+    heads_second = [*[""] * 7, "0.", causal, "False"]
+    (other,) = traced(
+        tmp_path / "trace.json", "aten::_flash_attention_forward", [[2, 512, 8, 64]] * 3, 90.0, heads_second
+    ).tables
+    for table in (one, other):
+        assert (table.family, table.dims["heads"][0], table.dims["seq"][0]) == (family, 8, 512)
+
+
 def test_kernels_of_a_profile_become_measurements() -> None:
     found = import_kernels("profiles", [(mm(64, 32, 16), "a100", 5e-6, "torch"), (mm(64, 32, 16), "?", 5e-6, "")], "x")
     assert found.refused == {"unknown_device": 1}

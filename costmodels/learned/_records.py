@@ -19,6 +19,7 @@ from simpart.costmodels.learned._signatures import question_of
 from simpart.errors import FormatError
 from simpart.graph.sizes import DTYPE_BYTES
 from simpart.hardware_profiles._store import Store
+from simpart.kernels.ops import family_of
 
 __all__ = ["LEAST_LAUNCHES", "import_kernels", "overheads_of_trace", "read_profiles", "read_trace"]
 
@@ -51,12 +52,12 @@ def read_trace(path: Path) -> Imported:
     device = device_named(name)
     if device is None:
         raise FormatError(f"{path} was recorded on {name or 'an unnamed device'!r}, which no device file describes")
-    named = [e for e in events if "External id" in e.get("args", {})]
+    named = [e for e in events if isinstance(e["args"].get("External id"), int | str)]
     ops = {e["args"]["External id"]: e for e in named if e.get("cat") == "cpu_op"}
     spent: Counter[int] = Counter()
     launched: Counter[int] = Counter()
     for event in named:
-        if event.get("cat") == "kernel" and event["args"]["External id"] in ops:
+        if event.get("cat") == "kernel" and "dur" in event and event["args"]["External id"] in ops:
             spent[event["args"]["External id"]] += event["dur"]
             launched[event["args"]["External id"]] += 1
     found: list[Kernel] = []
@@ -74,10 +75,11 @@ def overheads_of_trace(path: Path) -> dict[str, float]:
     starts: dict[Any, list[float]] = {}
     durations = []
     for event in events:
-        if event.get("cat") == "cuda_runtime" and str(event.get("name", "")).startswith("cudaLaunchKernel"):
-            starts.setdefault((event.get("pid"), event.get("tid")), []).append(float(event["ts"]))
+        launches_kernel = str(event.get("name", "")).startswith("cudaLaunchKernel")
+        if event.get("cat") == "cuda_runtime" and launches_kernel and "ts" in event:
+            starts.setdefault((str(event.get("pid")), str(event.get("tid"))), []).append(event["ts"])
         elif event.get("cat") == "kernel" and event.get("dur", 0) > 0:
-            durations.append(float(event["dur"]))
+            durations.append(event["dur"])
     found = {}
     launches = max(starts.values(), key=len, default=[])
     if len(launches) >= LEAST_LAUNCHES:
@@ -87,15 +89,25 @@ def overheads_of_trace(path: Path) -> dict[str, float]:
     return found
 
 
-def _events(path: Path) -> tuple[Any, str]:
-    """Events of a trace and the name of its first device."""
+def _events(path: Path) -> tuple[list[dict[str, Any]], str]:
+    """Events of a trace, with `args` and times that are finite numbers if at all, and the name of its first device."""
     try:
         raw = path.read_bytes()
         content = json.loads(gzip.decompress(raw) if raw[:2] == b"\x1f\x8b" else raw)
-        events = content["traceEvents"]
+        events = [_event(event) for event in content["traceEvents"] if isinstance(event, dict)]
         return events, str((content.get("deviceProperties") or [{}])[0].get("name", ""))
     except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
         raise FormatError(f"{path} is not a trace of torch's profiler: {' '.join(str(error).split())}") from error
+
+
+def _event(event: dict[str, Any]) -> dict[str, Any]:
+    """Without times that are no finite numbers; `args` are at least empty."""
+    kept = {k: v for k, v in event.items() if k not in ("ts", "dur") or _finite(v)}
+    return kept if isinstance(kept.get("args"), dict) else {**kept, "args": {}}
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and bool(np.isfinite(float(value)))
 
 
 def import_kernels(kind: str, kernels: Sequence[Kernel], source: str) -> Imported:
@@ -136,23 +148,56 @@ def _table(family: str, rows: Sequence[tuple[Any, str, float, str, int]], source
     )
 
 
+_CAUSAL = {  # op: place of the causal flag among its arguments; whether heads come before positions
+    "_scaled_dot_product_flash_attention": (4, True), "_scaled_dot_product_efficient_attention": (6, True),
+    "_scaled_dot_product_cudnn_attention": (6, True), "_flash_attention_forward": (8, False),
+}  # fmt: skip
+
+
 def _signature(event: Any) -> Signature | None:
-    """The op of a trace as a signature. Traces state no outputs: those of products and of shape-keeping ops follow."""
+    """The op of a trace as a signature. Traces state no outputs: those of products, attention and ops that keep shapes
+    follow; others are left out, as is attention of which the trace does not say whether it is causal."""
     arguments = event["args"]
-    name = str(event["name"]).removeprefix("aten::")
+    name = str(event.get("name", "")).removeprefix("aten::")
     shapes, dtypes = arguments.get("Input Dims") or [], arguments.get("Input type") or []
+    if not (isinstance(shapes, list) and isinstance(dtypes, list)):
+        return None
     forms = [
-        TensorForm(tuple(shape), _DTYPES[dtype], tuple(range(len(shape))))
+        _dense(shape, _DTYPES[dtype])
         for shape, dtype in zip(shapes, dtypes, strict=False)
-        if shape and _DTYPES.get(dtype) in DTYPE_BYTES and all(isinstance(dim, int) for dim in shape)
+        if shape and _DTYPES.get(str(dtype)) in DTYPE_BYTES and all(isinstance(dim, int) for dim in shape)
     ]
     if not forms:
         return None
-    first = forms[0]
-    if name in ("mm", "bmm") and len(forms) == 2:
+    first, words, family = forms[0], "", family_of(f"aten.{name}.default")
+    if family == "attention":
+        place, heads_first = _CAUSAL.get(name, (0, True))
+        stated = arguments.get("Concrete Inputs") or []
+        if (
+            not 0 < place < len(stated)
+            or stated[place] not in ("True", "False")
+            or any(len(f.shape) != 4 for f in forms)
+        ):
+            return None
+        words = '"is_causal":true' if stated[place] == "True" else ""
+        if not heads_first:
+            forms = [_dense([f.shape[i] for i in (0, 2, 1, 3)], f.dtype) for f in forms]
+        name, shape = "_scaled_dot_product_flash_attention", forms[0].shape
+    elif name in ("mm", "bmm") and len(forms) == 2:
         shape = (*first.shape[:-1], forms[1].shape[-1])
-    elif name == "addmm" and len(forms) == 3:
+    elif name == "addmm" and len(forms) == 3 and len(forms[1].shape) == len(forms[2].shape) == 2:
         shape = (forms[1].shape[0], forms[2].shape[1])
-    else:
+    elif family == "pointwise":
+        try:
+            shape = np.broadcast_shapes(*(form.shape for form in forms))
+        except ValueError:
+            return None
+    elif family in ("norm", "softmax"):
         shape = first.shape
-    return Signature(f"aten.{name}.default", tuple(forms), (TensorForm(shape, first.dtype, tuple(range(len(shape)))),))
+    else:
+        return None
+    return Signature(f"aten.{name}.default", tuple(forms), (_dense(shape, first.dtype),), words)
+
+
+def _dense(shape: Sequence[int], dtype: str) -> TensorForm:
+    return TensorForm(tuple(shape), dtype, tuple(range(len(shape))))
