@@ -239,6 +239,16 @@ def test_kinds_and_devices_never_measured_say_so_and_are_less_sure() -> None:
     assert spread(seen, "all_reduce")[0] < spread(new, "all_reduce")[0]
 
 
+def test_a_device_with_the_links_of_a_measured_one_is_told_by_it() -> None:
+    """H200 has the NVLink of H100, so its collectives inside a host are H100's, less surely."""
+    seen = load_cluster("dgx-h100")
+    alike = replace(seen, devices=((load_device("h200"), 8),))
+    rows = CollectiveTable(tuple(Collective("all_gather", 2**e, tuple(range(8))) for e in range(10, 30, 4)))
+    one, other = (LearnedComm().estimate(rows, cluster) for cluster in (seen, alike))
+    assert np.allclose(one.mean_s, other.mean_s, rtol=1e-12)
+    assert (np.hypot(other.shared_log_sd, other.own_log_sd) > np.hypot(one.shared_log_sd, one.own_log_sd)).all()
+
+
 def test_a_floor_in_the_cluster_file_is_used_for_new_devices() -> None:
     seen = load_cluster("dgx-h100")
     row = CollectiveTable((Collective("all_reduce", 1024, (0, 1)),))
@@ -254,7 +264,7 @@ def test_a_floor_in_the_cluster_file_is_used_for_new_devices() -> None:
 def test_faster_links_never_take_longer() -> None:
     cluster = load_cluster("dgx-a100:4")
     quick = replace(
-        cluster, devices=((load_device("h200"), 32),),
+        cluster, devices=((load_device("b300"), 32),),
         levels=tuple(replace(level, bytes_per_s=1.5 * level.bytes_per_s) for level in cluster.levels),
     )  # fmt: skip
     slow = replace(quick, levels=cluster.levels)

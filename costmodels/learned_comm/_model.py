@@ -5,7 +5,8 @@ what is used for it and how wide its interval is:
 
     seen       this system was measured: its own constants, and what its measurements leave of them, between sizes
     seen_bus   the same on PCI Express
-    device     another system of the same device and links was
+    device     another system of the same device and links was, or one of a device with the same NVLink: switches and
+               their software are those of the link's generation
     floor      a device never measured, but somebody timed the smallest all-reduce of two
     new        a device never measured: its latency is that of the average system
     network    between hosts that were never measured
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from simpart.costmodels.learned_comm._fit import fit_shared, fit_system
+from simpart.costmodels.learned_comm._interconnects import FABRICS, nvlink_of
 from simpart.costmodels.learned_comm._protocol import FLOOR_BYTES, Constants, group_names, seconds
 from simpart.costmodels.learned_comm._records import Records
 from simpart.costmodels.learned_comm._situation import KINDS, Situation
@@ -111,6 +113,15 @@ class Fitted:
         alike = [s for s in self.systems.values() if s.device == device and s.fabric == fabric]
         return max(alike, key=lambda s: (round(_breadth(s.curves.get(group, {}))), s.rows), default=None)
 
+    def like(self, device: str, fabric: int, group: str) -> System | None:
+        """The best known system whose device has the NVLink of this one, by data sheet; none on other links."""
+        rate = nvlink_of(device)
+        if rate is None or FABRICS[fabric] != "nvlink":
+            return None
+        alike = [s.device for s in self.systems.values() if nvlink_of(s.device) == rate and group in s.curves]
+        found = [self.system_of(name, fabric, group) for name in dict.fromkeys(alike)]
+        return max((s for s in found if s is not None), key=lambda s: s.rows, default=None)
+
     def predict(self, situation: Situation, devices: Sequence[str], names: Sequence[str] | None = None) -> Prediction:
         """Rows on devices by name; `names` says which system each row is from, where known."""
         n = len(situation)
@@ -125,8 +136,10 @@ class Fitted:
             rows = np.array(found, dtype=np.int64)
             at, group = situation.at(rows), groups[number]
             system = self.systems.get(name) or self.system_of(device, fabric, group)
+            if system is None and hosts <= 1 and np.isnan(at.inside_s).all():
+                system = self.like(device, fabric, group)
             logs[rows] = self._log_seconds(at, system, group, hosts)
-            status[rows] = _status(at, system, name, group, hosts)
+            status[rows] = _status(at, system, (device, name), group, hosts)
             low, high, least, most = self.domain.get(group, (np.inf, 0.0, np.inf, 0.0))
             if system is not None:
                 known = [float(local) for local in system.curves.get(curve_name(group, hosts), {})]
@@ -179,12 +192,13 @@ def _scaled(constants: Constants, at: Situation, measured_s: Floats, *, hosts: f
     return found
 
 
-def _status(at: Situation, system: System | None, name: str, group: str, hosts: float) -> Ints:
+def _status(at: Situation, system: System | None, names: tuple[str, str], group: str, hosts: float) -> Ints:
+    device, name = names
     given = np.where(
         np.isnan(at.between_s if hosts > 1 else at.inside_s), STATUSES.index("new"), STATUSES.index("floor")
     )
     measured = system is not None and curve_name(group, hosts) in system.curves
-    if measured and system is not None and name in ("", system.name):
+    if measured and system is not None and system.device == device and name in ("", system.name):
         return np.full(len(at), STATUSES.index("seen_bus" if group.startswith("bus/") else "seen"))
     if hosts > 1:
         return np.full(len(at), STATUSES.index("network"))
