@@ -102,7 +102,8 @@ def work_of(signature: Signature) -> tuple[float, float, float]:
 
 
 def physical_bound_s(signature: Signature, device: Device) -> float:
-    """The least time that peak rates and memory bandwidth of a data sheet allow."""
+    """The least time that peak rates and memory bandwidth of a data sheet allow, for the full square of attention also
+    where it is causal, and for the whole input of a convolution also where its stride leaves some of it out."""
     if signature.view:
         return 0.0
     flops, elements, moved = work_of(signature)

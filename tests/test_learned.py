@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 
 from simpart.cost import PROVENANCES, Signature, SignatureTable, TensorForm
-from simpart.costmodels.learned import Learned, shipped_models
+from simpart.costmodels.learned import Learned, _command, shipped_models
 from simpart.costmodels.learned._adapters import device_named, import_frame, read_frame
 from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_models
 from simpart.costmodels.learned._attention import attention_flops
@@ -26,6 +27,8 @@ from simpart.costmodels.learned._records import import_kernels, overheads_of_tra
 from simpart.costmodels.learned._sheet import distance, sheet_of
 from simpart.costmodels.learned._signatures import question_of
 from simpart.costmodels.learned._training import fit_family, train
+from simpart.costmodels.learned_comm import _command as comm_command
+from simpart.costmodels.learned_comm._artifact import shipped
 from simpart.costmodels.roofline import physical_bound_s
 from simpart.errors import FormatError, UserError
 from simpart.hardware import Device, load_device
@@ -480,3 +483,42 @@ def test_a_trace_shows_what_launching_takes(tmp_path: Path) -> None:
     assert answer.status == 0 and "kernel_launch: 7.00 µs" in answer.out
     path.write_text(json.dumps({"deviceProperties": [{"name": "NVIDIA A100-SXM4-80GB"}], "traceEvents": launches[:9]}))
     assert overheads_of_trace(path) == {}
+
+
+def test_what_is_shipped_cannot_lose_families_or_systems() -> None:
+    models, fitted = dict(load_models()), shipped()
+    _command._check_complete(models)
+    comm_command._check_complete(fitted)
+    models.pop("gemm16")
+    with pytest.raises(UserError, match="hold too little of gemm16, which simpart ships"):
+        _command._check_complete(models)
+    with pytest.raises(UserError, match=f"lack {len(fitted.systems)} systems that simpart ships"):
+        comm_command._check_complete(replace(fitted, systems={}))
+
+
+def test_a_fit_says_before_it_starts_what_it_cannot_do(tmp_path: Path) -> None:
+    table, collectives = tmp_path / "t.csv", tmp_path / "c.csv"
+    frame({"a100_sxm": 2.0}, 20).assign(latency_ms=0.0).to_csv(table, index=False)
+    collectives.write_text("op,size_bytes,num_gpus,latency_us,interconnect,gpu\n")
+    for arguments, words in (
+        ((str(table),), "30 usable rows are needed, found none; left out: 20 unusable"),
+        ((str(table), "--family", "gem16"), "unknown family 'gem16'; did you mean 'gemm16'"),
+        ((str(table), "-o", str(tmp_path / "no" / "m.npz")), "there is no folder"),
+        ((str(collectives), str(table), "-o", str(tmp_path / "m.json")), "give .*m.npz"),
+    ):
+        found = simpart("fit", *arguments)
+        assert found.status == 2
+        assert re.search(words, found.err), found.err
+
+
+@pytest.mark.parametrize("device", ["V100-SXM2-32GB", "B200-SXM-180GB", "a100", "L40S"])
+@pytest.mark.parametrize(("taps", "stride"), [(1, 1), (1, 2), (3, 1), (3, 2), (7, 4)])
+def test_a_convolution_takes_as_long_as_moving_what_it_touches(device: str, taps: int, stride: int) -> None:
+    n, channels, side, out = 50, 309, 144, 2
+    x, w = single(n, channels, side, side), single(out, channels, taps, taps)
+    y = single(n, out, side // stride, side // stride)
+    seconds = Learned().estimate(
+        SignatureTable((Signature("aten.convolution.default", (x, w), (y,)),)), load_device(device)
+    )
+    touched = channels * (side // stride) ** 2 * min(taps**2, stride**2) + out * (side // stride) ** 2
+    assert seconds.mean_s[0] >= 4 * n * touched / load_device(device).memory_bytes_per_s

@@ -13,6 +13,7 @@ import numpy as np
 from simpart.costmodels.learned._adapters import device_named, import_frame, read_measurements
 from simpart.costmodels.learned._artifact import SHIPPED, load_models, save_models
 from simpart.costmodels.learned._evaluating import SPLITS, judge_import
+from simpart.costmodels.learned._families import FAMILY_MODELS
 from simpart.costmodels.learned._fittable import KERNELS_FROM, fittable, never_fitted
 from simpart.costmodels.learned._measurements import Imported, Measurements, concatenate
 from simpart.costmodels.learned._model import FamilyModel
@@ -102,6 +103,9 @@ def fit(
     """Learn every family that the files hold enough of, and write the models to `output`, if any. `sources` are files,
     or folders with the files of `_FIT_FROM`, or the package aiconfigurator-core. Raises UserError when nothing can be
     learned."""
+    for name in only:
+        if name not in FAMILY_MODELS:
+            raise UnknownNameError("family", name, sorted(FAMILY_MODELS))
     tables: dict[str, list[Measurements]] = {}
     files: dict[str, Any] = {}
     for path in _files(sources):
@@ -125,17 +129,39 @@ def fit(
     if not models and any("overheads" in file for file in files.values()):
         return {}, files
     if not models:
-        raise UserError(f"nothing to fit: no family of {', '.join(sorted(tables)) or 'the files'} has 30 rows or more")
+        raise UserError(_nothing_to_fit(tables, files, only))
     if output is not None:
+        if output == SHIPPED:
+            _check_complete(models)
         save_models(output, models)
     return models, files
+
+
+def _nothing_to_fit(tables: Mapping[str, Sequence[Measurements]], files: Mapping[str, Any], only: Sequence[str]) -> str:
+    found = ", ".join(f"{sum(map(len, tables[name]))} of {name}" for name in sorted(tables)) or "none"
+    left_out = sum((Counter(file["left_out"]) for file in files.values()), Counter[str]())
+    reasons = "; left out: " + ", ".join(f"{n} {reason}" for reason, n in left_out.most_common()) if left_out else ""
+    wanted = f"of {', '.join(only)} " if only else ""
+    return f"nothing to fit: 30 usable rows {wanted}are needed, found {found}{reasons}"
+
+
+def _check_complete(models: Mapping[str, FamilyModel]) -> None:
+    """Raise UserError when shipping these would take families away."""
+    try:
+        missing = sorted(set(load_models(SHIPPED)) - set(models))
+    except FormatError:
+        return  # missing, or of an older version: nothing to keep
+    if missing:
+        raise UserError(
+            f"these files hold too little of {', '.join(missing)}, which simpart ships; use -o instead of --ship"
+        )
 
 
 def _read(path: Path) -> tuple[Imported, dict[str, int]]:
     """A table, a profile store or a trace, told by the ending of its name; and what no model may learn of it."""
     if path.suffix == ".jsonl":
         return read_profiles(path), {}
-    if path.suffix in (".json", ".gz"):
+    if path.suffix in (".json", ".gz") and not path.name.endswith(".csv.gz"):
         return read_trace(path), {}
     return _learnable(read_measurements(path))
 

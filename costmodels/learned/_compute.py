@@ -12,6 +12,7 @@ import numpy as np
 
 from simpart.cost import PROVENANCES, Estimate, Signature, SignatureTable
 from simpart.costmodels.learned._artifact import SHIPPED, load_models
+from simpart.costmodels.learned._convolution import convolution_traffic_s
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._memory import MEMORY_OPS
 from simpart.costmodels.learned._model import FamilyModel
@@ -70,7 +71,8 @@ class Learned:
         return np.array([q is not None and q.family in models for q in asked], dtype=bool)
 
     def estimate(self, table: SignatureTable, device: Device) -> Estimate:
-        """Seconds of each signature, never below `physical_bound_s`."""
+        """Seconds of each signature, never below `physical_bound_s`, except that causal attention need only work
+        through half of the square that it counts, and a strided convolution only read what its windows cover."""
         if device.kind != "gpu":
             return self.fallback.estimate(table, device)
         models = shipped_models(self.path)
@@ -135,6 +137,8 @@ def _answer(model: FamilyModel, asked: list[Question], device: Device, floor_s: 
     found = model.predict(rows, device.name, floor_s if family.timed_by_host else None)
     detour = np.array(detours)
     least = family.arithmetic_s(rows)  # of the direct count, although some convolutions do with fewer multiplications
+    if model.family == "conv32":  # its fitted floor is arithmetic alone
+        least = np.maximum(least, convolution_traffic_s(rows.dims, sheet))
     seconds = np.maximum(np.exp(found.log_seconds), least) * np.array(factors)
     measured = found.inside & (found.status == "seen")
     provenance = np.where(measured, PROVENANCES.index("interpolated"), PROVENANCES.index("extrapolated"))

@@ -13,7 +13,7 @@ import numpy as np
 from simpart.costmodels.learned._sheet import Sheet
 from simpart.costmodels.learned._tile import product_features, tile_seconds
 
-__all__ = ["WINOGRAD_SAVES", "convolution_features", "convolution_seconds"]
+__all__ = ["WINOGRAD_SAVES", "convolution_features", "convolution_seconds", "convolution_traffic_s"]
 
 Floats = np.ndarray[tuple[int], np.dtype[np.float64]]
 Dims = Mapping[str, Floats]
@@ -43,3 +43,14 @@ def convolution_features(dims: Dims, sheet: Sheet, analytic: Floats) -> list[Flo
     found.append(np.log(dims["k"] / dims["channels"] / dims["kernel"] ** 2 + 1.0))
     found += [np.log(side), np.log(dims["m"] / side**2), side % 4]
     return [*found, *((tile * np.ceil(side / tile) / side) ** 2 for tile in (2.0, 4.0))]
+
+
+def convolution_traffic_s(dims: Dims, sheet: Sheet) -> Floats:
+    """Seconds that the outputs, the weights and those inputs that some window covers take at the memory bandwidth."""
+    taps = dims["k"] / dims["channels"]
+    spatial = np.log(np.maximum(taps, 2.0)) / np.log(np.maximum(dims["kernel"], 2.0))  # irrelevant for a single tap
+    covered = np.minimum(taps, dims["stride"] ** np.where(taps > 1, spatial, 0.0))
+    read = dims["m"] * dims["channels"] * covered + dims["k"] * dims["n"]
+    moved = dims["batch"] * (read * dims["in_bytes"] + dims["m"] * dims["n"] * dims["out_bytes"])
+    found: Floats = moved / sheet.bandwidth
+    return found

@@ -179,7 +179,7 @@ def _signature(event: Any) -> Signature | None:
             or any(len(f.shape) != 4 for f in forms)
         ):
             return None
-        words = '"is_causal":true' if stated[place] == "True" else ""
+        words = '{"positional":[],"named":{"is_causal":true}}' if stated[place] == "True" else ""
         if not heads_first:
             forms = [_dense([f.shape[i] for i in (0, 2, 1, 3)], f.dtype) for f in forms]
         name, shape = "_scaled_dot_product_flash_attention", forms[0].shape

@@ -9,14 +9,14 @@ from typing import Any
 from simpart.costmodels.learned._adapters import read_frame
 from simpart.costmodels.learned._fittable import COLLECTIVES_FROM, fittable, never_fitted
 from simpart.costmodels.learned._package import COLLECTIVES, chosen, find_package
-from simpart.costmodels.learned_comm._artifact import SHIPPED, save
+from simpart.costmodels.learned_comm._artifact import SHIPPED, load, save
 from simpart.costmodels.learned_comm._calibrate import fit as fit_records
 from simpart.costmodels.learned_comm._evaluating import clean
 from simpart.costmodels.learned_comm._model import Fitted
 from simpart.costmodels.learned_comm._nccl_tests import SUFFIXES, read_log
 from simpart.costmodels.learned_comm._packaged import read_collectives
 from simpart.costmodels.learned_comm._records import is_collectives, joined, read_records
-from simpart.errors import UserError
+from simpart.errors import FormatError, UserError
 
 __all__ = ["SHIPPED", "collectives_in", "fit"]
 
@@ -68,5 +68,20 @@ def fit(paths: Sequence[Path], output: Path | None, progress: Callable[[str], No
         raise UserError(f"nothing to fit: no usable collective in {', '.join(map(str, paths))}")
     model = fit_records(joined(tables), progress)
     if output is not None:
+        if output == SHIPPED:
+            _check_complete(model)
         save(output, model)
     return model, files
+
+
+def _check_complete(model: Fitted) -> None:
+    """Raise UserError when shipping this one would take systems away."""
+    try:
+        missing = sorted(set(load(SHIPPED).systems) - set(model.systems))
+    except FormatError:
+        return  # missing, or of an older version: nothing to keep
+    if missing:
+        rest = f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}"
+        raise UserError(
+            f"these files lack {len(missing)} systems that simpart ships ({rest}); use -o instead of --ship"
+        )

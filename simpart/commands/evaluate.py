@@ -12,6 +12,7 @@ import click
 
 from simpart.commands._console import print_document
 from simpart.errors import FormatError, UnknownNameError, UserError
+from simpart.files import check_place, write_atomically
 
 __all__ = ["DATA_SETS", "evaluate"]
 
@@ -77,6 +78,8 @@ def evaluate(
     """
     from simpart.evaluation import summary
 
+    if csv_path:
+        check_place(csv_path)
     progress = _Progress()
     tables: Any = importlib.import_module(_PACKAGE)
     package = tables.find_package(dataset)
@@ -162,8 +165,6 @@ def _read(path: Path) -> Any:
 def _write_rows(judged: Any, path: Path) -> None:
     """Every row: groups, measured, predicted, log-sd, baselines."""
     import pandas as pd
-
-    from simpart.files import write_atomically
 
     columns = {
         **judged.groups, "measured_s": judged.measured_s, "predicted_s": judged.predicted_s, "log_sd": judged.log_sd,

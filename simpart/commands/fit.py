@@ -14,6 +14,7 @@ import click
 
 from simpart.commands._console import print_document
 from simpart.errors import UserError
+from simpart.files import check_place
 
 __all__ = ["fit"]
 
@@ -60,6 +61,8 @@ def fit(
         raise UserError("--ship writes all the models that come with simpart; leave out --output and --family")
     if ship and any(map(_is_store, sources)):
         raise UserError("profiles of this machine are not for --ship; what is learned from them is kept beside them")
+    if output:
+        check_place(output)
     if all(map(_is_store, sources)) and not only:
         _fit_stores(sources, output, seed, as_json, progress, start)
         return
@@ -67,6 +70,11 @@ def fit(
     files: dict[str, Any] = {}
     communication: Any = importlib.import_module("simpart.costmodels.learned_comm._command")
     collectives = communication.collectives_in(sources) if not only or _COMMUNICATION in only else []
+    if collectives and output and Path(output).suffix == ".json" and set(only) != {_COMMUNICATION}:
+        raise UserError(
+            f"--output is for models of kernels, and that of collectives goes beside it as .json, got {output}; "
+            f"give {Path(output).with_suffix('.npz')}"
+        )
     if collectives:
         beside = communication.SHIPPED if ship else Path(output).with_suffix(".json") if output else None
         fitted, found = communication.fit(collectives, beside, progress)
