@@ -214,3 +214,10 @@ def test_simulate_tells_and_takes_a_launch_time(tmp_path: Path, capsys: pytest.C
     for wrong in ("0s", "30"):
         code, _, error = run(capsys, "simulate", path, "--measured", wrong)
         assert code == 2 and "--measured" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(("key", "value"), [("eager_launch", "10 h"), ("step_overhead", "1e300 s")])
+def test_hosts_that_cannot_be_are_refused(key: str, value: str, tmp_path: Path) -> None:
+    path = cluster_file(tmp_path, {key: value, "source": {key: "a trace"}})
+    with pytest.raises(UserError, match=f"^{path}: host.{key}: must be below"):
+        load_cluster(path)

@@ -23,6 +23,7 @@ from simpart.costmodels.learned._boost import Boost, fit_boost
 from simpart.costmodels.learned._evaluating import judge_import
 from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._fitting import fit_constants
+from simpart.costmodels.learned._model import SIZES
 from simpart.costmodels.learned._records import import_kernels, overheads_of_trace, read_trace
 from simpart.costmodels.learned._sheet import distance, sheet_of
 from simpart.costmodels.learned._signatures import question_of
@@ -522,3 +523,35 @@ def test_a_convolution_takes_as_long_as_moving_what_it_touches(device: str, taps
     )
     touched = channels * (side // stride) ** 2 * min(taps**2, stride**2) + out * (side // stride) ** 2
     assert seconds.mean_s[0] >= 4 * n * touched / load_device(device).memory_bytes_per_s
+
+
+def _trees(change: Callable[[Any], Any], part: str) -> Callable[[Any], Any]:
+    return lambda model: replace(model, boost=replace(model.boost, **{part: change(getattr(model.boost, part))}))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: replace(model, sheets={}),
+        lambda model: replace(model, domain={"martian": (1.0, 2.0)}),
+        lambda model: replace(model, offsets={"vllm": {"launch": float("nan")}}),
+        lambda model: replace(model, spreads={s: dict.fromkeys(SIZES, (-1.0, 0.1)) for s in model.spreads}),
+        lambda model: replace(model, constants=tuple(c * np.inf for c in model.constants)),
+        lambda model: replace(
+            model, sheets={n: replace(s, peak=np.array([-1.0])) for n, s in model.sheets.items()}
+        ),
+        _trees(lambda features: features + 1000, "features"),
+        _trees(lambda features: features[:5], "features"),
+        _trees(lambda leaves: leaves * np.float32("nan"), "leaves"),
+    ],
+)  # fmt: skip
+def test_models_that_could_not_answer_are_refused_when_read(change: Any, made: Any, tmp_path: Path) -> None:
+    path = tmp_path / "models.npz"
+    save_models(path, {"gemm16": made[1]})
+    assert set(load_models(path)) == {"gemm16"}
+    try:
+        save_models(path, {"gemm16": change(made[1])})
+    except ValueError:
+        return  # JSON has no NaN
+    with pytest.raises(FormatError, match=r"is not a file of fitted models .*run simpart fit"):
+        load_models(path)

@@ -15,8 +15,8 @@ import numpy as np
 
 from simpart.costmodels.learned._blend import Blend
 from simpart.costmodels.learned._boost import Boost
-from simpart.costmodels.learned._families import FAMILY_MODELS
-from simpart.costmodels.learned._model import STATUSES, FamilyModel
+from simpart.costmodels.learned._families import FAMILY_MODELS, REGIMES, Rows
+from simpart.costmodels.learned._model import SIZES, STATUSES, FamilyModel, columns_of
 from simpart.costmodels.learned._net import NET_PARTS, Net
 from simpart.costmodels.learned._sheet import NUMBERS, Sheet
 from simpart.errors import FormatError
@@ -26,6 +26,7 @@ __all__ = ["SHIPPED", "load_models", "save_models"]
 
 KIND, VERSION = "simpart-compute-models", 3
 SHIPPED = Path(__file__).parent.parent / "artifacts" / "compute.npz"
+_LARGEST_LOG = 20.0  # a factor of half a billion
 _BOOST = ("features", "thresholds", "leaves")
 
 
@@ -99,7 +100,10 @@ def load_models(path: Path | str = SHIPPED) -> dict[str, FamilyModel]:
             )
         if header["digest"] != _digest(arrays):
             raise FormatError(f"{path} is corrupt: its arrays are not those it was written with; run simpart fit")
-        return {name: _model(name, item, arrays) for name, item in header["families"].items() if name in FAMILY_MODELS}
+        known = {name: item for name, item in header["families"].items() if name in FAMILY_MODELS}
+        if not known:
+            raise ValueError("no family that this simpart knows")
+        return {name: _model(name, item, arrays) for name, item in known.items()}
     except FormatError:
         raise
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
@@ -129,7 +133,7 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
     spreads = {
         status: {r: (float(a), float(b)) for r, (a, b) in item["spreads"][status].items()} for status in STATUSES
     }
-    return FamilyModel(
+    model = FamilyModel(
         family=name,
         constants=constants,
         boost=boost,
@@ -144,6 +148,45 @@ def _model(name: str, item: Mapping[str, Any], arrays: Mapping[str, Any]) -> Fam
         spreads=spreads,
         facts=item["facts"],
     )
+    _check(model)
+    return model
+
+
+def _check(model: FamilyModel) -> None:
+    """Raise ValueError or KeyError for what would fail, or tell no number, only when it is asked."""
+    family = FAMILY_MODELS[model.family]
+    numbers = np.array([getattr(s, n)[0] for s in model.sheets.values() for n in NUMBERS if n != "floor_s"])
+    spreads = np.array([model.spreads[status][size] for status in STATUSES for size in SIZES])
+    limits = np.array([model.domain[name] for name in family.dims if name in model.domain])
+    offsets = np.array([[known[regime] for regime in REGIMES] for known in model.offsets.values()], dtype=np.float64)
+    if not (numbers.size and np.isfinite(numbers).all() and (numbers > 0).all()):
+        raise ValueError(f"family {model.family} has no data sheets, or one with numbers that are not positive")
+    if not (((spreads >= 0) & (spreads < _LARGEST_LOG)).all() and np.isfinite(offsets).all()):
+        raise ValueError(f"family {model.family} has spreads or offsets that are no numbers")
+    if not set(model.domain) <= set(family.dims) or not np.isfinite(limits).all():
+        raise ValueError(f"family {model.family} has a domain of other dims")
+    if any(c.dtype != np.float64 or not np.isfinite(c).all() for c in model.constants):
+        raise ValueError(f"family {model.family} has constants that are no numbers")
+    smallest = Rows(
+        op=np.zeros(1, dtype=np.int64),
+        dims={name: np.array([value], dtype=np.float64) for name, value in family.smallest.items()},
+        sheet=next(iter(model.sheets.values())),
+    )
+    columns = len(columns_of(family, smallest, np.zeros(1), smallest.sheet))
+    for boost in (model.boost, *model.alone.values()):
+        if boost is not None:
+            _check_boost(boost, columns, model.family)
+
+
+def _check_boost(boost: Boost, columns: int, family: str) -> None:
+    features, thresholds, leaves = boost.features, boost.thresholds, boost.leaves
+    trees, depth = features.shape
+    shapes = thresholds.shape == features.shape and leaves.shape == (trees, 1 << depth) and depth <= 6
+    if not shapes or features.dtype.kind != "i" or thresholds.dtype != np.float32 or leaves.dtype != np.float32:
+        raise ValueError(f"family {family} has trees of other shapes or types")
+    inside = trees == 0 or (features.min() >= 0 and features.max() < columns)
+    if not inside or np.isnan(thresholds).any() or not (np.abs(leaves) < _LARGEST_LOG).all():
+        raise ValueError(f"family {family} has trees that ask or answer what is not there")
 
 
 def _plain(value: float) -> float | None:

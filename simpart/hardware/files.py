@@ -48,6 +48,7 @@ _MOST_MULTIPROCESSORS = 1_000_000
 _HOST = {
     "eager_launch": "eager_launch_s", "compiled_launch": "compiled_launch_s", "step_overhead": "step_overhead_s"
 }  # fmt: skip
+_HOST_BELOW_S = {"eager_launch": 0.01, "compiled_launch": 0.01, "step_overhead": 600.0}
 _DEVICE_REQUIRED = ("name", "type", "memory", "memory_bandwidth", "peak", "kernel_launch", "source")
 _LEVEL_REQUIRED = ("name", "joins", "bandwidth", "latency", "source")
 _LEVEL_OTHER = ("type", "shared_by", "pair_bandwidth", "inside_host", "only", "floor")
@@ -341,8 +342,9 @@ def _cluster(head: _Section, nodes: int) -> Cluster:
                     )
         levels.append(level)
     name = head.text("name") if nodes == 1 else f"{head.text('name')}:{nodes}"
+    host = _host(head)
     try:
-        return Cluster(name=name, devices=tuple(runs * nodes), levels=tuple(levels), host=_host(head))
+        return Cluster(name=name, devices=tuple(runs * nodes), levels=tuple(levels), host=host)
     except UserError as error:
         raise UserError(f"{head.file}: {error}") from error
 
@@ -354,6 +356,10 @@ def _host(head: _Section) -> Host | None:
     section = head.section("host")
     section.keys((), (*_HOST, "source"))
     numbers = {name: section.quantity(key, "s") for key, name in _HOST.items() if key in section.values}
+    for key, name in _HOST.items():
+        if not numbers.get(name, 0.0) < (most := _HOST_BELOW_S[key]):
+            below = format_quantity(most, "s")
+            section.fault(key, f"must be below {below}, got {section.values[key]!r}; launches are per kernel")
     if not numbers:
         head.fault("host", f"must state at least one of {', '.join(_HOST)}")
     return Host(**numbers, sources=tuple(section.sources(_HOST).items()))
