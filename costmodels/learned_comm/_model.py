@@ -5,10 +5,10 @@ what is used for it and how wide its interval is:
 
     seen       this system was measured: its own constants, and what its measurements leave of them, between sizes
     seen_bus   the same on PCI Express
-    device     another system of the same device and links was, or one of a device with the same NVLink: switches and
-               their software are those of the link's generation
+    device     another system of the same device and links was
     floor      a device never measured, but somebody timed the smallest all-reduce of two
-    new        a device never measured: its latency is that of the average system
+    new        a device never measured: told by one with the same NVLink, whose switches and their software it shares,
+               else by the average system
     network    between hosts that were never measured
     mesh, bus  not measured, links from device to device, or PCI Express only: classes of their own, for hosts differ by
                more than devices do
@@ -202,7 +202,7 @@ def _status(at: Situation, system: System | None, names: tuple[str, str], group:
         return np.full(len(at), STATUSES.index("seen_bus" if group.startswith("bus/") else "seen"))
     if hosts > 1:
         return np.full(len(at), STATUSES.index("network"))
-    if system is not None:
+    if system is not None and system.device == device:
         return np.full(len(at), STATUSES.index("device"))
     fabric = group.partition("/")[0]
     if fabric in STATUSES:
