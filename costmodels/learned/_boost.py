@@ -27,12 +27,22 @@ _LEAF_PRIOR = 4.0  # rows' worth of evidence for a leaf value of zero
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Boost:
     """`leaves[t, code]` summed over trees; bit d of a code says whether `features[t, d]` exceeds `thresholds[t, d]`; at
-    most six levels."""
+    most six levels. Raises ValueError when the arrays don't fit one another or hold no numbers."""
 
     features: Table
     thresholds: Matrix
     leaves: Matrix
     _pairs: list[_Pair] = field(default_factory=list, init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        kinds = (self.features.dtype.kind, self.thresholds.dtype.kind, self.leaves.dtype.kind)
+        if kinds != ("i", "f", "f") or self.features.ndim != 2:
+            raise ValueError(f"trees must be tables of an integer and two float types, got {kinds}")
+        trees, depth = self.features.shape
+        if self.thresholds.shape != (trees, depth) or self.leaves.shape != (trees, 1 << depth) or depth > _LEVELS:
+            raise ValueError(f"trees must have 2^levels leaves and at most {_LEVELS} levels, got {self.features.shape}")
+        if (self.features < 0).any() or np.isnan(self.thresholds).any() or not np.isfinite(self.leaves).all():
+            raise ValueError("trees must ask about features, and their leaves must be finite")
 
     def predict(self, columns: Matrix) -> Floats:
         """The sum of all trees for each row; `columns[f]` is feature f of all rows."""

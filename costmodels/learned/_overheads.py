@@ -137,7 +137,10 @@ def _overheads(found: Mapping[str, Any]) -> Overheads:
         good = isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value < 1
         if not good and not (name == "compiled_launch_s" and value is None and name in found):
             raise FormatError(f"{SHIPPED_OVERHEADS.name}: {name} must be from 0 to below 1, got {value!r}")
-    return Overheads(**{name: found[name] for name in names}, sources=tuple(found.get("sources", {})))
+    sources = found.get("sources", {})
+    if not isinstance(sources, Mapping):
+        raise FormatError(f"{SHIPPED_OVERHEADS.name}: sources must be a mapping, got {sources!r}")
+    return Overheads(**{name: found[name] for name in names}, sources=tuple(sources))
 
 
 def compiled_launch(overheads: Overheads, driver_s: float) -> tuple[float, float]:

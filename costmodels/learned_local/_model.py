@@ -136,6 +136,8 @@ def load_local(path: Path) -> dict[str, LocalDevice]:
     """Models by device, none where there is no file. Raises FormatError in one line for a corrupt or foreign one."""
     again = "run simpart fit on the store again"
     try:
+        if path.is_file() and not zipfile.is_zipfile(path):
+            raise FormatError(f"{path} is no file of learned kernels, or cut short; {again}")
         with np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
         header = json.loads(arrays.pop("header").tobytes())
