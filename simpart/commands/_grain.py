@@ -11,10 +11,10 @@ from click.core import ParameterSource
 from simpart.errors import UserError
 
 if TYPE_CHECKING:
+    from simpart.lowering import Grain
     from simpart.lowering.fine import FineSettings
     from simpart.plan import Plan
     from simpart.problem import Problem
-    from simpart.simulation import Grain
 
 __all__ = ["grain_of", "grain_options"]
 

@@ -60,7 +60,7 @@ def plan(
     problem = build_problem(model, options)
     made = configure(problem, configuration)
     grain, settings = grain_of(problem, made, grain, prefetch, overlap)
-    result = simulate_plan(problem, made, grain=grain, settings=settings)  # type: ignore[arg-type]
+    result = simulate_plan(problem, made, grain=grain, settings=settings)
     freeze_costs(problem, options)
     if output is not None:
         graph = problem.graph.at(max(made.batch.sizes[0]))

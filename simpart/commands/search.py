@@ -139,7 +139,8 @@ def _looked_at_finely(problem: Any, searcher: Any, found: SearchResult) -> int:
     """How many of the best plans to simulate at the fine grain unless told."""
     from simpart.simulation import telling_grain
 
-    gathers = found.best is not None and telling_grain(problem, found.best.candidate.plan) == "fine"
+    plan = found.best.candidate.plan if found.best is not None else None
+    gathers = plan is not None and telling_grain(problem, plan) == "fine"
     return int(getattr(searcher, "worth_running", 3 if gathers else 0))
 
 
