@@ -110,5 +110,9 @@ def test_a_thin_data_sheet_is_told_with_every_prediction() -> None:
     thin = replace(load_device("a100"), clock_hz=None, l2_bytes=None)
     asked = replace(problem(chain(2), 8), cluster=cluster(thin))
     words = coverage_documents(asked, plan(chain(2), [], 4), None)["assumed"]
-    assert len(words) == 1 and "states no clock_hz and no l2_bytes" in words[0] and "wider by" in words[0]
+    assert (
+        len(words) == 1
+        and "states no clock and no l2: assumed clock 1.7 GHz, l2 40 MiB;" in words[0]
+        and "wider by" in words[0]
+    )
     assert coverage_documents(problem(chain(2), 8), plan(chain(2), [], 4), None) == {}

@@ -25,7 +25,7 @@ from simpart.costmodels.learned._families import FAMILY_MODELS, Rows
 from simpart.costmodels.learned._fitting import fit_constants
 from simpart.costmodels.learned._model import SIZES
 from simpart.costmodels.learned._records import import_kernels, overheads_of_trace, read_trace
-from simpart.costmodels.learned._sheet import distance, sheet_of
+from simpart.costmodels.learned._sheet import assumptions, distance, sheet_of
 from simpart.costmodels.learned._signatures import question_of
 from simpart.costmodels.learned._training import fit_family, train
 from simpart.costmodels.learned_comm import _command as comm_command
@@ -147,6 +147,11 @@ def test_a_sheet_says_what_it_assumes() -> None:
     assert widened > 0.15
     assert sheet_of(A100, "bfloat16")[1:] == ({}, 0.0)
     assert distance(sheet, sheet) == 0
+    assert assumptions(bare) == (
+        "bare states no multiprocessors and no clock and no l2 and no power: assumed multiprocessors 108, "
+        "clock 1.7 GHz, l2 40 MiB, power 400 W; intervals are wider by 21%; states no vector: the float32 peak is taken for it"
+    )
+    assert assumptions(A100) == ""
 
 
 # --- data -------------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 
 from simpart.hardware import Device
+from simpart.hardware.quantity import format_quantity
 
 __all__ = ["NUMBERS", "Sheet", "assumptions", "distance", "sheet_of", "stack_sheets"]
 
@@ -34,6 +35,9 @@ _ASSUMED = {
     "l2_bytes": (40 * 2.0**20, 0.08),
     "power_w": (400.0, 0.06),
 }
+_IN_FILES = {"multiprocessors": ("multiprocessors", ""), "clock_hz": ("clock", "Hz"), "l2_bytes": ("l2", "B"),
+             "power_w": ("power", "W")}  # fmt: skip
+"""Field: key in a device file and unit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,10 +90,18 @@ def sheet_of(device: Device, dtype: str) -> tuple[Sheet, dict[str, str], float]:
 def assumptions(device: Device) -> str:
     """What learned models assume of a device whose file leaves a number out, in words; empty when it states all."""
     _, assumed, widened = sheet_of(device, "float32")
-    if not assumed:
-        return ""
-    words = ", ".join(f"{name} {value}" for name, value in assumed.items())
-    return f"{device.name} states no {' and no '.join(assumed)}: assumed {words}; intervals are wider by {widened:.0%}"
+    words = []
+    if assumed:
+        missing = [_IN_FILES[name] for name in assumed]
+        taken = ", ".join(
+            f"{key} {format_quantity(_ASSUMED[name][0], unit, digits=3) if unit else assumed[name]}"
+            for name, (key, unit) in zip(assumed, missing, strict=True)
+        )
+        keys = " and no ".join(key for key, _ in missing)
+        words.append(f"states no {keys}: assumed {taken}; intervals are wider by {widened:.0%}")
+    if device.vector_flops_per_s is None:
+        words.append("states no vector: the float32 peak is taken for it")
+    return f"{device.name} {'; '.join(words)}" if words else ""
 
 
 def stack_sheets(sheets: Sequence[Sheet], index: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Sheet:

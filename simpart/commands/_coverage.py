@@ -93,12 +93,8 @@ def stop_if_extrapolated(result: SimResult, limit: float | None) -> None:
 
 def _assumed(problem: Problem) -> list[str]:
     """A line for each kind of device whose file leaves out what learned models read."""
-    numbers = ("multiprocessors", "clock_hz", "l2_bytes", "power_w")
-    thin = [d for d in problem.cluster.kinds if d.kind == "gpu" and None in [getattr(d, n) for n in numbers]]
-    if not thin:
-        return []
     sheet: Any = importlib.import_module("simpart.costmodels.learned._sheet")
-    return [sheet.assumptions(device) for device in thin]
+    return [words for d in problem.cluster.kinds if d.kind == "gpu" and (words := sheet.assumptions(d))]
 
 
 def _found(problem: Problem, plan: Plan, count: int | None) -> Coverage | None:

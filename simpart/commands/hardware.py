@@ -215,7 +215,7 @@ def _device_table(device: Device) -> Table:
 
 def _assumed(device: Device) -> str:
     """What learned models take for numbers that the file of a device leaves out."""
-    if device.kind != "gpu" or None not in (device.multiprocessors, device.clock_hz, device.l2_bytes, device.power_w):
+    if device.kind != "gpu":
         return ""
     words: str = importlib.import_module("simpart.costmodels.learned._sheet").assumptions(device)
     return words
