@@ -149,7 +149,8 @@ def test_a_sheet_says_what_it_assumes() -> None:
     assert distance(sheet, sheet) == 0
     assert assumptions(bare) == (
         "bare states no multiprocessors and no clock and no l2 and no power: assumed multiprocessors 108, "
-        "clock 1.7 GHz, l2 40 MiB, power 400 W; intervals are wider by 21%; states no vector: the float32 peak is taken for it"
+        "clock 1.7 GHz, l2 40 MiB, power 400 W; intervals are wider by 21%; states no vector: the float32 peak is "
+        "taken for it"
     )
     assert assumptions(A100) == ""
 
@@ -231,6 +232,26 @@ def test_other_separators_are_named(tmp_path: Path) -> None:
     frame({"a100_sxm": 2.0}, 10).to_csv(path, sep=";")
     with pytest.raises(FormatError, match="separated by ';'"):
         read_frame(path)
+
+
+def test_a_spread_over_experts_that_is_no_number_makes_a_row_unusable() -> None:
+    row = {
+        "system": "h100_sxm", "dtype": "bfloat16", "num_tokens": 4096, "hidden_size": 4096, "inter_size": 14336,
+        "topk": 2, "num_experts": 8, "moe_tp_size": 1, "moe_ep_size": 1, "latency_ms": 9.0,
+    }  # fmt: skip
+    spreads = ["power_law_1.2", "power_law_x", "balanced"]
+    found = import_frame(pd.DataFrame([{**row, "distribution": spread} for spread in spreads]))
+    assert found.refused == {"unusable": 1}
+    assert found.tables[0].dims["skew"].tolist() == [1.2, 0.0]
+
+
+def test_every_row_is_counted_once_whatever_it_holds() -> None:
+    row = {
+        "op": "add", "device": "a100", "num_tokens": 4096, "tp": 1, "n_embd": 4096, "n_ffn": 11008, "n_head": 32,
+        "n_kv_head": 32, "gated": True, "m": 8, "n": 8, "k": 8, "median_ms": 9.0,
+    }  # fmt: skip
+    found = import_frame(pd.DataFrame([row, {**row, "k": float("nan")}]))
+    assert sum(map(len, found.tables)) + sum(found.refused.values()) == 2
 
 
 def test_missing_columns_are_named() -> None:

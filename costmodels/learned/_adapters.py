@@ -280,9 +280,7 @@ def _read_experts(frame: pd.DataFrame) -> Iterable[Measurements]:
         rows = np.flatnonzero(family == name)
         part = frame.iloc[rows]
         shards = _number(part, "moe_ep_size", 1.0)
-        skews = np.array(
-            [float(s.rpartition("_")[2]) if s.startswith("power_law") else 0.0 for s in spread[rows].tolist()]
-        )
+        skews = np.array([_skew(text) for text in spread[rows].tolist()])
         dims = {
             "pairs": _number(part, "num_tokens") * _number(part, "topk") / shards,
             "experts": np.maximum(1.0, _number(part, "num_experts") / shards), "hidden": _number(part, "hidden_size"),
@@ -291,6 +289,16 @@ def _read_experts(frame: pd.DataFrame) -> Iterable[Measurements]:
             "in_bytes": np.array([_EXPERTS[d][1] for d in dtype[rows].tolist()]), "out_bytes": 2.0,
         }  # fmt: skip
         yield _table(name, frame, rows, dims)
+
+
+def _skew(distribution: str) -> float:
+    """Exponent of `power_law_1.2`, 0 for an even spread, NaN where it is no number."""
+    if not distribution.startswith("power_law"):
+        return 0.0
+    try:
+        return float(distribution.rpartition("_")[2])
+    except ValueError:
+        return float("nan")
 
 
 # --- NeuSight: op B M N K H ------------------------------------------------------------------------------------------
@@ -345,7 +353,8 @@ def _read_convolutions(frame: pd.DataFrame) -> Iterable[Measurements]:
 # --- Vidur: op num_tokens tp n_embd n_ffn … m n k median_ms ----------------------------------------------------------
 def _read_vidur(frame: pd.DataFrame) -> Iterable[Measurements]:
     op = _text(frame, "op")
-    products = np.flatnonzero(~np.isnan(_number(frame, "k")))
+    product = ~np.isnan(_number(frame, "k"))
+    products = np.flatnonzero(product)
     if len(products):
         part = frame.iloc[products]
         dims = {"batch": 1.0, **{d: _number(part, d) for d in "mnk"}, "in_bytes": 2.0, "out_bytes": 2.0}
@@ -360,7 +369,7 @@ def _read_vidur(frame: pd.DataFrame) -> Iterable[Measurements]:
         "mlp_act": ("gated_activation", np.where(gated, 3, 2) * inner / tp),
     }  # fmt: skip
     for name, (as_op, elements) in sizes.items():
-        rows = np.flatnonzero(op == name)
+        rows = np.flatnonzero((op == name) & ~product)
         if len(rows):
             dims = {
                 "bytes": 2.0 * (tokens * elements)[rows], "rows": tokens[rows], "element_bytes": 2.0,
