@@ -84,7 +84,7 @@ Inside one NVLink domain or host, each library apart. α–β is 3.4 us (PCI Exp
 rate; "ratio" the same collective on the trained device with the nearest links, scaled by their rates. The models of
 kernels know H200, that of collectives was never shown any of it.
 
-**One rule was added after this table was first read**: a device whose NVLink has the rate of a measured device's is told
+**One rule was added after this table was first read**: a device whose NVLink has the rate of a measured one's is told
 by that one (H200 by H100; B300, GB200 and GB300 by B200), as it had been for kernels. Nothing was fitted, but the table
 below is no test of that rule. As first read, with every device told by the average system: B300 13.3 % (95.7 % in the
 interval), GB200 17.3 (91.6), GB300 20.0 (88.7), H200 25.5 (95.4). RTX PRO 6000 is untouched by it.

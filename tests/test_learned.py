@@ -581,3 +581,10 @@ def test_models_that_could_not_answer_are_refused_when_read(change: Any, made: A
         return  # not even made: trees that fit are the class's own rule, and JSON has no NaN
     with pytest.raises(FormatError, match=r"is not a file of fitted models .*run simpart fit"):
         load_models(path)
+
+
+def test_a_peak_that_stands_for_another_is_named() -> None:
+    v100 = load_device("v100")
+    assert "states no peak of bfloat16: that of float32 is taken" in assumptions(v100, "bfloat16")
+    assert assumptions(v100, "float16") == assumptions(v100)
+    assert v100.peak("float64") == v100.peak("float32") / 32 or "float64" in dict(v100.peak_flops_per_s)

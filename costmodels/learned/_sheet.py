@@ -87,8 +87,9 @@ def sheet_of(device: Device, dtype: str) -> tuple[Sheet, dict[str, str], float]:
     return Sheet(**{name: np.array([value], dtype=np.float64) for name, value in numbers.items()}), assumed, widened
 
 
-def assumptions(device: Device) -> str:
-    """What learned models assume of a device whose file leaves a number out, in words; empty when it states all."""
+def assumptions(device: Device, dtype: str = "float32") -> str:
+    """What learned models assume of a device whose file leaves a number out that arithmetic in `dtype` needs, in words;
+    empty when it states all."""
     _, assumed, widened = sheet_of(device, "float32")
     words = []
     if assumed:
@@ -99,6 +100,11 @@ def assumptions(device: Device) -> str:
         )
         keys = " and no ".join(key for key, _ in missing)
         words.append(f"states no {keys}: assumed {taken}; intervals are wider by {widened:.0%}")
+    stated, factor = device.peak_from(dtype)
+    if stated != dtype and not {stated, dtype} <= {"float16", "bfloat16"}:
+        words.append(
+            f"states no peak of {dtype}: {f'{factor:g} times ' if factor != 1 else ''}that of {stated} is taken"
+        )
     if device.vector_flops_per_s is None:
         words.append("states no vector: the float32 peak is taken for it")
     return f"{device.name} {'; '.join(words)}" if words else ""

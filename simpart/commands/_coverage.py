@@ -94,7 +94,11 @@ def stop_if_extrapolated(result: SimResult, limit: float | None) -> None:
 def _assumed(problem: Problem) -> list[str]:
     """A line for each kind of device whose file leaves out what learned models read."""
     sheet: Any = importlib.import_module("simpart.costmodels.learned._sheet")
-    return [words for d in problem.cluster.kinds if d.kind == "gpu" and (words := sheet.assumptions(d))]
+    return [
+        words
+        for d in problem.cluster.kinds
+        if d.kind == "gpu" and (words := sheet.assumptions(d, problem.graph.precision))
+    ]
 
 
 def _found(problem: Problem, plan: Plan, count: int | None) -> Coverage | None:

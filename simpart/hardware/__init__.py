@@ -114,6 +114,11 @@ class Device:
         float64 → float32 / 32; other integers and bool → float32. Takes torch's names too: `float8_e4m3fn` is float8.
         Raises UnknownNameError for any other name.
         """
+        name, factor = self.peak_from(dtype)
+        return dict(self.peak_flops_per_s)[name] * factor
+
+    def peak_from(self, dtype: str) -> tuple[str, float]:
+        """The dtype whose stated peak stands for this one (itself, where it is stated), and the factor to it."""
         name = dtype.removeprefix("torch.").partition("_")[0]
         if name not in DTYPES and (name == "bool" or name.startswith(("int", "uint"))):
             name = "float32"
@@ -124,7 +129,7 @@ class Device:
             fallback = DTYPES[name]
             assert fallback is not None  # float32 is always stated
             name, factor = fallback[0], factor * fallback[1]
-        return rates[name] * factor
+        return name, factor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
