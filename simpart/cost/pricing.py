@@ -29,7 +29,8 @@ class Amount:
     `by_provenance[i, p]`.
 
     `own_variance[i]` is the variance of row i from errors of its own kernels, in s²; errors shared within a family
-    are in `shared_log_sd[f]`. `launches[i]` counts the kernels of row i; views take no time and are none.
+    are in `shared_log_sd[i, f]`, the largest of row i's kernels. `launches[i]` counts the kernels of row i; views take
+    no time and are none.
     """
 
     seconds: Floats
@@ -37,7 +38,7 @@ class Amount:
     by_provenance: Table
     own_variance: Floats
     families: tuple[str, ...]
-    shared_log_sd: Floats
+    shared_log_sd: Table
     launches: Floats
 
     def total(self, weights: Floats) -> Amount:
@@ -49,7 +50,7 @@ class Amount:
             by_provenance=w @ self.by_provenance,
             own_variance=w**2 @ self.own_variance,
             families=self.families,
-            shared_log_sd=self.shared_log_sd,
+            shared_log_sd=self.shared_log_sd[weights != 0].max(axis=0, initial=0.0)[None, :],
             launches=w @ self.launches,
         )
 
@@ -119,8 +120,8 @@ def sum_rows(estimate: Estimate, rows: Ints, owner: Ints, n: int, part: Floats |
     np.add.at(by_family, (owner, estimate.family[rows]), mean)
     by_provenance = np.zeros((n, len(PROVENANCES)))
     np.add.at(by_provenance, (owner, estimate.provenance[rows]), mean)
-    shared = np.zeros(len(estimate.families))
-    np.maximum.at(shared, estimate.family, estimate.shared_log_sd)
+    shared = np.zeros_like(by_family)
+    np.maximum.at(shared, (owner, estimate.family[rows]), estimate.shared_log_sd[rows] * (mean > 0))
     launched = (estimate.mean_s[rows] > 0) * (1.0 if part is None else part)
     return Amount(
         seconds=np.bincount(owner, weights=mean, minlength=n).astype(np.float64),

@@ -116,7 +116,7 @@ class Ledger:
         for amount, place in cost.amounts:
             self.by_provenance[row] += amount.by_provenance[0]
             self.own_variance[row] += amount.own_variance[0]
-            for family, seconds, sd in zip(amount.families, amount.by_family[0], amount.shared_log_sd, strict=True):
+            for family, seconds, sd in zip(amount.families, amount.by_family[0], amount.shared_log_sd[0], strict=True):
                 if seconds:
                     self._factor(f"{place}: {family}", row, float(seconds), float(sd))
         for priced, times in cost.priced:

@@ -111,26 +111,27 @@ def _taken(a: Amount, rows: npt.NDArray[np.int64]) -> Amount:
     """These rows."""
     return replace(
         a, seconds=a.seconds[rows], by_family=a.by_family[rows], by_provenance=a.by_provenance[rows],
-        own_variance=a.own_variance[rows], launches=a.launches[rows],
+        own_variance=a.own_variance[rows], shared_log_sd=a.shared_log_sd[rows], launches=a.launches[rows],
     )  # fmt: skip
 
 
 def _joined(a: Amount, b: Amount) -> Amount:
     """The rows of both, one after the other."""
     families = tuple(dict.fromkeys((*a.families, *b.families)))
-    tables, shared = [], np.zeros(len(families))
+    tables: list[Floats] = []
+    shared: list[Floats] = []
     for part in (a, b):
         columns = [families.index(name) for name in part.families]
-        table = np.zeros((part.seconds.size, len(families)))
-        table[:, columns] = part.by_family
-        tables.append(table)
-        shared[columns] = np.maximum(shared[columns], part.shared_log_sd)
+        for found, values in ((tables, part.by_family), (shared, part.shared_log_sd)):
+            table = np.zeros((part.seconds.size, len(families)))
+            table[:, columns] = values
+            found.append(table)
     return Amount(
         seconds=np.concatenate([a.seconds, b.seconds]),
         by_family=np.concatenate(tables),
         by_provenance=np.concatenate([a.by_provenance, b.by_provenance]),
         own_variance=np.concatenate([a.own_variance, b.own_variance]),
         families=families,
-        shared_log_sd=shared,
+        shared_log_sd=np.concatenate(shared),
         launches=np.concatenate([a.launches, b.launches]),
     )
