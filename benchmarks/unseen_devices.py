@@ -56,7 +56,7 @@ START = time.monotonic()
 LEAST_TOKENS = 64
 INTRODUCTION = """# Accuracy on devices that no model has seen
 
-Written by `python benchmarks/unseen_devices.py aiconfigurator-core -o docs/accuracy-unseen.md`, once, when the models
+Written by `python benchmarks/unseen_devices.py aiconfigurator-core -o docs/accuracy-unseen.md`, first when the models
 were done: a test set. Nothing in simpart (constants, trees, spreads, features, cleaning rules, the fields of these
 devices' files) was fitted to these measurements or chosen by their errors; `simpart fit` and every split of
 `simpart evaluate` leave their rows out (`costmodels/learned/_fittable.py`). Device files come from data sheets alone.
